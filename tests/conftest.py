@@ -1,0 +1,54 @@
+"""Settings and fixtures of the whole suite."""
+
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests import gpu_record
+
+# ci: the same examples in every run, so that a failure is the change's own.
+# dev, thorough: new examples in every run; choose one by --hypothesis-profile.
+# No deadline, no verdict on slowness: examples differ in size by orders of magnitude, and
+# machines are shared.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+settings.register_profile("ci", derandomize=True, max_examples=50, **_COMMON)
+settings.register_profile("dev", max_examples=50, **_COMMON)
+settings.register_profile("thorough", max_examples=1000, **_COMMON)
+settings.load_profile("ci")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Return a generator whose seed depends on the test's name alone, not on the order of tests."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+class _GpuRun:
+    """Writes the GPU record after a run of all GPU tests in which each one passed."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, int] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count the outcome of each test, and everything but success of its set-up and end."""
+        if report.when == "call" or not report.passed:
+            self.outcomes[report.outcome] = self.outcomes.get(report.outcome, 0) + 1
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Count a module that could not be collected or was skipped whole."""
+        if not report.passed:
+            self.outcomes[report.outcome] = self.outcomes.get(report.outcome, 0) + 1
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write the record, unless tests failed, were skipped or were not all asked for."""
+        if exitstatus == 0 and set(self.outcomes) == {"passed"}:
+            gpu_record.write(self.outcomes["passed"])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch a run of the whole GPU suite."""
+    whole = config.args == config.getini("testpaths") and not config.option.keyword
+    if config.option.markexpr == "gpu" and whole and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_GpuRun())
