@@ -1,0 +1,25 @@
+"""Exact softmax and FlashAttention for arrays: NumPy or CuPy, JAX or PyTorch by DLPack."""
+
+from . import baselines, reference
+from ._attention import flash_attention, workspace_size
+from ._online import SoftmaxState, merge_attention, merge_softmax, softmax_state
+from ._softmax import log_softmax, log_softmax_vjp, logsumexp, logsumexp_vjp, softmax, softmax_vjp
+from ._version import __version__
+
+__all__ = [
+    "SoftmaxState",
+    "__version__",
+    "baselines",
+    "flash_attention",
+    "log_softmax",
+    "log_softmax_vjp",
+    "logsumexp",
+    "logsumexp_vjp",
+    "merge_attention",
+    "merge_softmax",
+    "reference",
+    "softmax",
+    "softmax_state",
+    "softmax_vjp",
+    "workspace_size",
+]

@@ -1,0 +1,419 @@
+"""Attention as users call it: validation, a frozen problem, and hand over to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import engine, interop
+from .problem import (
+    ArraySpec,
+    AttentionArrays,
+    AttentionProblem,
+    accumulator,
+    check_lengths,
+    choose_method,
+    flag,
+    require_output,
+)
+
+
+def flash_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Sequence[int | None] | None = None,
+    query_offset: Any = None,
+    query_lengths: Any = None,
+    key_lengths: Any = None,
+    mask: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    out: Any = None,
+    lse: Any = None,
+    num_splits: int | None = None,
+    workspace: Any = None,
+    method: str = "auto",
+    check: bool = False,
+) -> Any:
+    r"""Exact attention in memory linear in the number of tokens.
+
+    A generalised ufunc with signature ``(m,d),(n,d),(n,e)->(m,e)``: the last two axes are (tokens,
+    features), every leading axis is a batch axis and broadcasts as in `numpy.matmul`. With scores
+    ``s = scale * q @ k.T``, changed by the options in the order softcap, bias, ALiBi, masks,
+
+    .. math:: \mathrm{out}_i = \sum_j \frac{e^{s_{ij}}}{\sum_{j'} e^{s_{ij'}}}\, v_j, \qquad
+              \mathrm{lse}_i = \log \sum_j e^{s_{ij}} .
+
+    Parameters
+    ----------
+    q : array, shape (..., Tq, D)
+        Queries: float64, float32, float16 or bfloat16. A (B, T, H, D) array is passed as
+        ``q.swapaxes(1, 2)``, without a copy.
+    k : array, shape (..., Tk, D)
+        Keys, of q's dtype and library.
+    v : array, shape (..., Tk, Dv)
+        Values, of q's dtype and library. Dv may differ from D.
+    scale : float, optional
+        Factor on the scores; default ``1 / sqrt(D)``. Any finite number.
+    causal : bool
+        Query i stands at position ``i + query_offset`` and sees the keys j up to its position.
+    window : (left, right), optional
+        Query i sees keys from ``position - left`` to ``position + right``, both included; None is
+        unlimited on that side.
+    query_offset : int or integer array, optional
+        Position of query 0 among the keys; an array has as many axes as the batch shape, size 1
+        where it broadcasts. Default: number of keys minus number of queries of that batch entry, so
+        that the last query stands at the last key. 0 gives the top-left alignment of PyTorch and
+        JAX.
+    query_lengths, key_lengths : int or integer array, optional
+        Used tokens of each batch entry, axes as `query_offset`. Keys past the length are unseen;
+        rows past it are out 0, lse -inf.
+    mask : bool array, optional
+        True = attend. Broadcasts to batch shape + (Tq, Tk), is never built at that size.
+    bias : float array, optional
+        Added to the scores. Broadcasts as `mask`. A bias of -inf gives weight 0 but, unlike `mask`,
+        does not hide a NaN in k or v.
+    alibi_slopes : float array, optional
+        ALiBi [4]_: ``-slope * abs(position - j)`` is added. Broadcasts to the batch shape; per
+        head, shape (H,).
+    softcap : float, optional
+        Scores become ``softcap * tanh(scores / softcap)``.
+    sinks : float array, optional
+        One more logit per batch entry that takes part in the denominator, and in lse, with no
+        value. Broadcasts to the batch shape.
+    enable_gqa : bool
+        Grouped-query heads: q has G times as many heads on axis -3 as k and v; query head h uses
+        key head ``h // G``. All options use q's head axis.
+    return_lse : bool
+        Return ``(out, lse)``.
+    out : array, optional
+        Array for the result, shape (..., Tq, Dv), dtype of q, or float32 for 16-bit inputs (results
+        left unrounded, for merging).
+    lse : array, optional
+        Array for the logsumexp; implies `return_lse`.
+    num_splits : int, optional
+        Number of shares of the keys computed apart and merged. Default: chosen from the shapes.
+    workspace : uint8 array, optional
+        One-dimensional scratch of at least `workspace_size` bytes, to allocate nothing but the
+        results.
+    method : str
+        "auto", or "tiled" on the host.
+    check : bool
+        Also check lengths that live on a GPU, which needs a synchronisation. Values of the host are
+        always checked.
+
+    Returns
+    -------
+    out : array, shape (..., Tq, Dv)
+        Same library and dtype as q, its axes laid out in memory in q's order. A row with no visible
+        key is 0.
+    lse : array, shape (..., Tq)
+        Natural logarithm; float64 for float64 inputs, else float32. A row with no visible key is
+        -inf. Only if asked for.
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong kind, library or dtype.
+    ValueError
+        Shapes, lengths or options that do not fit; an output that overlaps an input. Nothing is
+        written.
+
+    See Also
+    --------
+    merge_attention : attention over the union of two key sets.
+    cuflash.baselines.materialized_attention : the same by the formula, with the scores in memory.
+
+    References
+    ----------
+    .. [1] Dao, Fu, Ermon, Rudra, Re, "FlashAttention: Fast and Memory-Efficient Exact Attention
+       with IO-Awareness", 2022, Algorithm 1 (arXiv:2205.14135).
+    .. [2] Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018
+       (arXiv:1805.02867).
+    .. [3] Rabe, Staats, "Self-attention Does Not Need O(n^2) Memory", 2021 (arXiv:2112.05682).
+    .. [4] Press, Smith, Lewis, "Train Short, Test Long: Attention with Linear Biases", 2022
+       (arXiv:2108.12409).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.eye(2)
+    >>> cuflash.flash_attention(q, k, v, causal=True)[0]
+    array([1., 0.])
+    """
+    call = open_call(
+        AttentionArrays(
+            q, k, v, mask, bias, alibi_slopes, sinks, query_offset, query_lengths, key_lengths
+        ),
+        {"out": out, "lse": lse, "workspace": workspace},
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        enable_gqa=enable_gqa,
+        num_splits=num_splits,
+        method=method,
+        check=check,
+    )
+    home, core, problem, arrays, outputs, heads, q_strides = call
+    return_lse = flag("return_lse", return_lse) or lse is not None
+    if outputs["workspace"] is not None:
+        have, need = outputs["workspace"].nbytes, core.attention_workspace(problem)
+        if have < need:
+            raise ValueError(f"workspace has {have} bytes; this problem needs {need}")
+    if outputs["out"] is None:
+        outputs["out"] = core.empty(
+            problem.out_shape, problem.dtype, _result_strides(problem, q_strides)
+        )
+    if return_lse and outputs["lse"] is None:
+        outputs["lse"] = core.empty(problem.lse_shape, accumulator(problem.dtype))
+    core.attention(problem, arrays, outputs["out"], outputs["lse"], outputs["workspace"])
+
+    result = home.restore(join_heads(outputs["out"], -4, heads), out)
+    return (
+        (result, home.restore(join_heads(outputs["lse"], -3, heads), lse)) if return_lse else result
+    )
+
+
+def workspace_size(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    backward: bool = False,
+    varlen: bool = False,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Sequence[int | None] | None = None,
+    query_offset: Any = None,
+    query_lengths: Any = None,
+    key_lengths: Any = None,
+    mask: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    enable_gqa: bool = False,
+    num_splits: int | None = None,
+    method: str = "auto",
+) -> int:
+    """Bytes of scratch that an attention call of these shapes needs as its `workspace`.
+
+    Only shapes, strides and dtypes are looked at, so q, k, v and the array options may also be
+    descriptions without data: anything with `shape`, `dtype` and, unless in C order, `strides`.
+
+    Parameters
+    ----------
+    q, k, v : array or description
+        As in `flash_attention`.
+    backward : bool
+        Ask for the gradients' call instead of the forward.
+    varlen : bool
+        q, k and v hold sequences end to end.
+    scale, causal, window, query_offset, query_lengths, key_lengths, mask, bias, alibi_slopes, \
+softcap, sinks, enable_gqa, num_splits, method
+
+        As in `flash_attention`.
+
+    Returns
+    -------
+    int
+        At most linear in the number of tokens. The NumPy engine needs none from its caller.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `flash_attention`.
+    """
+    flag("backward", backward), flag("varlen", varlen)
+    given = AttentionArrays(
+        q, k, v, mask, bias, alibi_slopes, sinks, query_offset, query_lengths, key_lengths
+    )
+    operands, array_options, values = _by_role(given)
+    engine_name, described = interop.describe(operands, options=array_options, values=values)
+    arrays = AttentionArrays(**described)
+    if flag("enable_gqa", enable_gqa):
+        arrays, _ = _group_heads(arrays)
+    problem = AttentionProblem.of(
+        arrays,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        num_splits=num_splits,
+        method=method,
+    )
+    core = engine.load(engine_name)
+    _check_method(problem, core, engine_name)
+    return core.attention_workspace(problem)
+
+
+class AttentionCall(NamedTuple):
+    """An attention call, opened: everything checked, nothing computed."""
+
+    home: interop.Home
+    core: engine.Engine
+    problem: AttentionProblem
+    arrays: AttentionArrays
+    outputs: dict[str, Any]
+    heads: tuple[int, int] | None
+    """(Key heads, query heads for each) if `enable_gqa` split the head axes in two."""
+    q_strides: tuple[int, ...]
+
+
+def open_call(
+    given: AttentionArrays,
+    outputs_given: dict[str, Any],
+    *,
+    enable_gqa: object,
+    check: object = False,
+    **options: Any,
+) -> AttentionCall:
+    """Recognise and validate the arguments of an attention call."""
+    operands, array_options, values = _by_role(given)
+    home, native = interop.enter(
+        operands, options=array_options, values=values, outputs=outputs_given
+    )
+    outputs = {name: native.pop(name) for name in outputs_given}
+    arrays = AttentionArrays(**native)
+    heads = None
+    if flag("enable_gqa", enable_gqa):
+        arrays, heads = _group_heads(arrays)
+        for name, axis in (("out", -3), ("lse", -2)):
+            if name in outputs:
+                outputs[name] = _split_axis(name, outputs[name], axis, heads, required=True)
+    core = engine.load(home.engine)
+    problem = AttentionProblem.of(arrays, **options)
+    _check_method(problem, core, home.engine)
+    _check_outputs(problem, outputs, arrays)
+    if flag("check", check):
+        for name, limit in (("query_lengths", problem.tq), ("key_lengths", problem.tk)):
+            lengths = getattr(arrays, name)
+            if hasattr(lengths, "get"):  # on a GPU; values of the host were checked
+                check_lengths(name, lengths.get(), limit)
+    return AttentionCall(home, core, problem, arrays, outputs, heads, arrays.q.strides)
+
+
+def _by_role(given: AttentionArrays) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Split the arguments into operands, array options, and lengths and offsets."""
+    items = tuple(given._asdict().items())
+    return dict(items[:3]), dict(items[3:7]), dict(items[7:])
+
+
+def _check_method(problem: AttentionProblem, core: engine.Engine, engine_name: str) -> None:
+    """Raise unless the engine can run this problem by its method."""
+    if problem.method != "auto":
+        known = [name for names in engine.ATTENTION_METHODS.values() for name in names]
+        possible = core.attention_methods(problem)
+        choose_method(problem.method, possible, known, f"on the {engine_name}")
+
+
+def _check_outputs(
+    problem: AttentionProblem, outputs: dict[str, Any], arrays: AttentionArrays
+) -> None:
+    """Raise unless the outputs fit the problem and keep clear of its inputs and each other."""
+    if all(x is None for x in outputs.values()):
+        return
+    acc = accumulator(problem.dtype)
+    out_dtypes = [problem.dtype] if problem.dtype.itemsize > 2 else [problem.dtype, acc]
+    for name, shape, dtypes in (
+        ("out", problem.out_shape, out_dtypes),
+        ("lse", problem.lse_shape, [acc]),
+        ("workspace", None, [np.dtype(np.uint8)]),
+    ):
+        if outputs.get(name) is None:
+            continue
+        spec = ArraySpec.of(outputs[name])
+        if shape is None:
+            if len(spec.shape) != 1 or spec.strides != (spec.dtype.itemsize,):
+                raise ValueError(
+                    f"{name} has shape {spec.shape} and strides {spec.strides}; "
+                    f"one contiguous axis of bytes is needed"
+                )
+            shape = spec.shape
+        require_output(name, spec, shape, dtypes)
+    interop.refuse_overlap(outputs, arrays._asdict())
+
+
+def _result_strides(problem: AttentionProblem, q_strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return strides in the order of q's axes in memory, for the allocation of the result."""
+    return (0,) * (len(problem.out_shape) - len(q_strides)) + q_strides
+
+
+def _group_heads(arrays: AttentionArrays) -> tuple[AttentionArrays, tuple[int, int]]:
+    """View the head axes of q and the options as two: (key heads, query heads for each)."""
+    for name in ("q", "k", "v"):
+        shape = getattr(arrays, name).shape
+        if len(shape) < 3:
+            raise ValueError(
+                f"{name} has shape {shape}; enable_gqa needs a head axis, (..., H, T, D)"
+            )
+    query_heads, key_heads, value_heads = (x.shape[-3] for x in arrays[:3])
+    if key_heads != value_heads:
+        raise ValueError(
+            f"v has {value_heads} heads but k has {key_heads}; enable_gqa needs as many"
+        )
+    if key_heads == 0 or query_heads % key_heads:
+        raise ValueError(f"q has {query_heads} heads, no multiple of the {key_heads} of k")
+    heads = (key_heads, query_heads // key_heads)
+    split = dict(
+        q=_split_axis("q", arrays.q, -3, heads, required=True),
+        k=_split_axis("k", arrays.k, -3, (key_heads, 1), required=True),
+        v=_split_axis("v", arrays.v, -3, (key_heads, 1), required=True),
+    )
+    for name in ("mask", "bias"):
+        split[name] = _split_axis(name, getattr(arrays, name), -3, heads)
+    for name in ("alibi_slopes", "sinks", "query_offset", "query_lengths", "key_lengths"):
+        split[name] = _split_axis(name, getattr(arrays, name), -1, heads)
+    return AttentionArrays(**split), heads
+
+
+def _split_axis(
+    name: str, x: Any, axis: int, heads: tuple[int, int], *, required: bool = False
+) -> Any:
+    """View axis `axis`, which holds all heads or broadcasts, as two axes."""
+    if x is None or not hasattr(x, "shape"):
+        return x
+    if len(x.shape) < -axis:
+        if required:
+            raise ValueError(
+                f"{name} has shape {x.shape}, without the head axis that enable_gqa needs"
+            )
+        return x
+    size = x.shape[axis]
+    if size == 1 and not required:
+        new = (1, 1)
+    elif size == heads[0] * heads[1]:
+        new = heads
+    else:
+        raise ValueError(
+            f"{name} has {size} heads on axis {axis} (shape {x.shape}); q has {heads[0] * heads[1]}"
+        )
+    position = len(x.shape) + axis
+    shape = (*x.shape[:position], *new, *x.shape[position + 1 :])
+    if isinstance(x, ArraySpec):
+        inner = x.strides[position]
+        return ArraySpec(
+            shape,
+            (*x.strides[:position], inner * new[1], inner, *x.strides[position + 1 :]),
+            x.dtype,
+        )
+    return x.reshape(shape)
+
+
+def join_heads(x: Any, axis: int, heads: tuple[int, int] | None) -> Any:
+    """Undo on a result what `enable_gqa` did to the operands: one head axis again, by a view."""
+    if x is None or heads is None:
+        return x
+    position = x.ndim + axis
+    return x.reshape((*x.shape[:position], heads[0] * heads[1], *x.shape[position + 2 :]))

@@ -1,0 +1,69 @@
+"""The boundary between what users call and what computes it.
+
+An engine is a module with the functions of `Engine`. It is told what to do by a frozen problem and
+the native arrays, allocates what `empty` is asked for, and fills outputs in place. `cuflash.host`
+(NumPy) and `cuflash.device` (CuPy) are engines.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from .problem import AttentionArrays, AttentionProblem, SoftmaxProblem
+
+#: What each engine can run besides "auto".
+ATTENTION_METHODS = {"host": ("tiled",), "device": ("simt", "mma", "wgmma")}
+SOFTMAX_METHODS = {
+    "host": ("naive", "fused", "online"),
+    "device": ("naive", "fused", "online", "cluster"),
+}
+
+
+class Engine(Protocol):
+    """What `cuflash.host` and `cuflash.device` provide."""
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...] | None = None
+    ) -> Any:
+        """Allocate a native array, its axes in memory in the order of falling `strides`."""
+
+    def attention_methods(self, problem: AttentionProblem) -> Sequence[str]:
+        """Return the methods, besides "auto", that can run this problem here."""
+
+    def attention_workspace(self, problem: AttentionProblem) -> int:
+        """Return the bytes of workspace that `attention` needs for this problem."""
+
+    def attention(
+        self, problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any, workspace: Any
+    ) -> None:
+        """Fill `out` and, unless None, `lse`."""
+
+    def materialized_attention(
+        self, problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any
+    ) -> None:
+        """Fill `out` and `lse` by the plain formula, all scores in memory."""
+
+    def softmax(
+        self, problem: SoftmaxProblem, inputs: Sequence[Any], where: Any, outputs: Sequence[Any]
+    ) -> None:
+        """Compute `problem.operation`.
+
+        `outputs` is one array; for the state two, maximum and normalizer.
+        """
+
+    def merge_softmax(
+        self, parts: Sequence[tuple[Any, Any]], maximum: Any, normalizer: Any
+    ) -> None:
+        """Fill (maximum, normalizer) with the merge of the (m, l) pairs."""
+
+    def merge_attention(self, parts: Sequence[tuple[Any, Any]], out: Any, lse: Any) -> None:
+        """Fill (out, lse) with attention over the union of the parts' key sets."""
+
+
+def load(name: str) -> Engine:
+    """Import the engine "host" or "device"."""
+    return cast(Engine, importlib.import_module(f".{name}", __package__))

@@ -1,0 +1,50 @@
+"""The plain formulas in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..problem import AttentionArrays, AttentionProblem, accumulator
+from .score import (
+    Visible,
+    broadcast,
+    modify,
+    row_numbers,
+    seen_pairs,
+    select,
+    weighted_values,
+)
+
+
+def materialized_attention(
+    problem: AttentionProblem, arrays: AttentionArrays, out: np.ndarray, lse: np.ndarray
+) -> None:
+    """Fill `out` and `lse` by one whole-array operation after the other."""
+    dtype = accumulator(problem.dtype)
+    every_entry = tuple(slice(0, size) for size in problem.batch_shape)
+    block = select(broadcast(problem, arrays), every_entry)
+    rows, keys = slice(0, problem.tq), slice(0, problem.tk)
+    with np.errstate(all="ignore"):
+        s = np.empty((*problem.lse_shape, problem.tk), dtype)
+        np.matmul(block.q.astype(dtype), block.k.astype(dtype).swapaxes(-1, -2), out=s)
+        s *= dtype.type(problem.scale)
+        modify(problem, block, rows, keys, s)
+        seen = seen_pairs(problem, block, rows, keys, Visible.of(problem, block, rows))
+        if seen is not None:
+            np.copyto(s, -np.inf, where=~seen)
+        if block.sinks is not None:  # a column of scores that has no value
+            s = np.concatenate(
+                [np.broadcast_to(block.sinks[..., None, None], (*s.shape[:-1], 1)), s],
+                axis=-1,
+                dtype=dtype,
+            )
+        m = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        m = np.where(m == -np.inf, 0, m)
+        p = np.exp(s - m)
+        total = p.sum(axis=-1, keepdims=True)
+        if block.query_lengths is not None:
+            total = np.where(row_numbers(rows) < block.query_lengths[..., None, None], total, 0)
+        empty = total == 0
+        p = np.where(empty, 0, p / np.where(empty, 1, total))[..., s.shape[-1] - problem.tk :]
+        out[...] = weighted_values(p, block.v.astype(dtype), seen)
+        lse[...] = np.where(empty, -np.inf, m + np.log(np.where(empty, 1, total)))[..., 0]

@@ -1,0 +1,187 @@
+"""The score pipeline in NumPy: who sees whom, and what becomes of a score before the softmax.
+
+Everything here works on a tile: `rows` and `keys` are slices of the token axes, and arrays have the
+batch axes of the block in front, size 1 where they broadcast.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..problem import AttentionArrays, AttentionProblem, softcap_linear
+
+Index = tuple[slice, ...]
+
+#: Offsets are kept within this, so that window sides, which have 62 bits, can be added in int64.
+_FAR = 2**62
+
+
+def broadcast(problem: AttentionProblem, arrays: AttentionArrays) -> AttentionArrays:
+    """Give every present operand all axes of the batch, by stride 0."""
+    batch = problem.batch_shape
+    scores = (*batch, problem.tq, problem.tk)
+    shapes = AttentionArrays(
+        problem.q.shape, problem.k.shape, problem.v.shape, scores, scores, *[batch] * 5
+    )
+    return AttentionArrays(
+        *(
+            x if x is None or getattr(x, "shape", None) == shape else np.broadcast_to(x, shape)
+            for x, shape in zip(arrays, shapes, strict=True)
+        )
+    )
+
+
+def _cut(x: np.ndarray, index: Index) -> np.ndarray:
+    """Take a block's batch entries; an axis that broadcasts keeps size 1, its data taken once."""
+    return x[
+        tuple(
+            slice(0, 1) if stride == 0 else cut
+            for cut, stride in zip(index, x.strides, strict=False)
+        )
+    ]
+
+
+def select(arrays: AttentionArrays, index: Index) -> AttentionArrays:
+    """Take a block's batch entries of every array; lengths and offsets become safe int64."""
+    block = AttentionArrays(*(None if x is None else _cut(x, index) for x in arrays))
+    integers = {
+        name: np.clip(x, -_FAR, _FAR).astype(np.int64)
+        for name in ("query_offset", "query_lengths", "key_lengths")
+        if (x := getattr(block, name)) is not None
+    }
+    return block._replace(**integers)
+
+
+class Visible(NamedTuple):
+    """The keys first..last that each row of a block sees, mask aside; shapes batch + (rows, 1)."""
+
+    first: np.ndarray
+    last: np.ndarray
+    min_first: int
+    max_first: int
+    min_last: int
+    max_last: int
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, block: AttentionArrays, rows: slice) -> Visible | None:
+        """Return what a block's rows see; None if that is every key."""
+        if (problem.left, problem.right, problem.key_lengths, problem.query_lengths) == (None,) * 4:
+            return None
+        positions = positions_of(problem, block, rows)
+        key_lengths = (
+            problem.tk if block.key_lengths is None else block.key_lengths[..., None, None]
+        )
+        first = 0 if problem.left is None else np.maximum(positions - problem.left, 0)
+        last = np.subtract(key_lengths, 1)
+        if problem.right is not None:
+            last = np.minimum(last, positions + problem.right)
+        if block.query_lengths is not None:
+            last = np.where(row_numbers(rows) < block.query_lengths[..., None, None], last, -1)
+        first, last, _ = np.broadcast_arrays(first, last, positions)
+        return cls(
+            first, last, int(first.min()), int(first.max()), int(last.min()), int(last.max())
+        )
+
+    def sees_none(self, keys: slice) -> bool:
+        """Tell whether no row sees any of the keys."""
+        return self.min_first >= keys.stop or self.max_last < keys.start
+
+    def sees_all(self, keys: slice) -> bool:
+        """Tell whether every row sees all of the keys."""
+        return self.max_first <= keys.start and self.min_last >= keys.stop - 1
+
+
+def row_numbers(rows: slice) -> np.ndarray:
+    """Return the numbers of the rows as a column."""
+    return np.arange(rows.start, rows.stop, dtype=np.int64)[:, None]
+
+
+def positions_of(problem: AttentionProblem, block: AttentionArrays, rows: slice) -> np.ndarray:
+    """Return the position of each query of the block among the keys: batch + (rows, 1)."""
+    if block.query_offset is not None:
+        offset = block.query_offset[..., None, None]
+    else:  # the last query of an entry stands at its last key
+        query_lengths = (
+            problem.tq if block.query_lengths is None else block.query_lengths[..., None, None]
+        )
+        key_lengths = (
+            problem.tk if block.key_lengths is None else block.key_lengths[..., None, None]
+        )
+        offset = key_lengths - query_lengths
+    return row_numbers(rows) + offset
+
+
+def seen_pairs(
+    problem: AttentionProblem,
+    block: AttentionArrays,
+    rows: slice,
+    keys: slice,
+    visible: Visible | None,
+) -> np.ndarray | None:
+    """Return which pairs of a tile are visible, broadcastable to its scores; None if all are."""
+    seen: np.ndarray | None = None
+    if visible is not None and not visible.sees_all(keys):
+        j = np.arange(keys.start, keys.stop)
+        seen = j <= visible.last
+        if visible.max_first > keys.start:
+            seen &= j >= visible.first
+    if block.mask is not None:
+        mask = block.mask[..., rows, keys]
+        seen = mask if seen is None else seen & mask
+    return seen
+
+
+def modify(
+    problem: AttentionProblem,
+    block: AttentionArrays,
+    rows: slice,
+    keys: slice,
+    s: np.ndarray,
+) -> None:
+    """Apply softcap, bias and ALiBi to a tile of scaled scores, in place."""
+    if problem.softcap is not None:
+        cap = s.dtype.type(problem.softcap)
+        capped = s / cap
+        np.tanh(capped, out=capped)
+        capped *= cap
+        # Far below the cap a score stays as it is, and s / cap could lose it to underflow.
+        np.copyto(s, capped, where=~(np.abs(s) < cap * softcap_linear(s.dtype)))
+    if block.bias is not None:
+        np.add(s, block.bias[..., rows, keys], out=s, casting="same_kind")
+    if block.alibi_slopes is not None:
+        positions = positions_of(problem, block, rows)
+        distance = np.abs(positions - np.arange(keys.start, keys.stop)).astype(s.dtype)
+        s -= block.alibi_slopes[..., None, None].astype(s.dtype) * distance
+
+
+def weighted_values(weights: np.ndarray, v: np.ndarray, seen: np.ndarray | None) -> np.ndarray:
+    """Return weights @ v, an unseen value counting nothing whatever it holds.
+
+    A seen non-finite value counts as IEEE arithmetic says.
+
+    The finite values go through the same matmul as always, so that rows which see only those keep
+    their bits.
+    """
+    finite = np.isfinite(v)
+    total = np.matmul(weights, np.where(finite, v, v.dtype.type(0)))
+    if finite.all():
+        return total
+    seen = np.broadcast_to(True if seen is None else seen, weights.shape)
+    count = partial(_count, dtype=v.dtype)
+    nan = count(seen, np.isnan(v)) | count(seen & (weights == 0), np.isinf(v))
+    plus, minus = (
+        count(seen & (weights > 0), v == np.inf),
+        count(seen & (weights > 0), v == -np.inf),
+    )
+    total[plus] += np.inf
+    total[minus] -= np.inf
+    total[nan] = np.nan
+    return total
+
+
+def _count(pairs: np.ndarray, values: np.ndarray, dtype: Any) -> np.ndarray:
+    """Tell for each (row, column) whether a pair of the row meets a true value of the column."""
+    return np.matmul(pairs.astype(dtype), values.astype(dtype)) > 0

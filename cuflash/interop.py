@@ -1,0 +1,444 @@
+"""Which library an array belongs to, and the way in and out.
+
+Every public function opens its call here: the operands are recognised, all of one library, and
+become *native* arrays (NumPy for the host engine, CuPy for the device engine) that share memory
+with what the caller passed wherever the library allows it. Results go back as the caller's kind of
+array. Nothing above or below this module knows JAX or PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import numbers
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .problem import ArraySpec
+
+_DLPACK_CPU, _DLPACK_CUDA = 1, 2
+#: Work allowed to `numpy.shares_memory`; past it two arrays whose bounds overlap are taken to share
+#: memory.
+_OVERLAP_WORK = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where the operands of one call live, and how results return there.
+
+    Parameters
+    ----------
+    library : str
+        Name of the library whose arrays came in.
+    engine : {"host", "device"}
+        The engine that computes: NumPy or CuPy.
+    device : int
+        Ordinal of the GPU, or of the CPU where a library has several; else 0.
+    export : callable
+        Native array to the caller's kind of array, without a copy where the library allows one.
+    """
+
+    library: str
+    engine: str
+    device: int
+    export: Callable[[Any], Any]
+
+    def restore(self, native: Any, given: object | None = None) -> Any:
+        """Return `given`, the caller's output, or else `native` as the caller's kind of array."""
+        return given if given is not None else self.export(native)
+
+
+class _UnrecognisedError(TypeError):
+    pass
+
+
+def _read(name: str, x: Any, reader: Callable[[Any], Any]) -> Any:
+    """Return `reader(x)`; a library's refusal becomes a TypeError that names the argument."""
+    try:
+        return reader(x)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise TypeError(f"{name} cannot be read as an array: {error}") from error
+
+
+def _identity(array: Any) -> Any:
+    return array
+
+
+def _numpy_scalars(array: np.ndarray) -> Any:
+    """0-d results become NumPy scalars, as ufuncs return them."""
+    return array[()] if array.ndim == 0 else array
+
+
+_NUMPY = Home("numpy", "host", 0, _numpy_scalars)
+
+
+def _from_numpy(name: str, x: Any) -> tuple[Home, np.ndarray]:
+    if isinstance(x, np.ma.MaskedArray | np.matrix):
+        raise TypeError(
+            f"{name} is a {type(x).__name__}, whose own rules of arithmetic would be lost; "
+            f"pass a plain numpy.ndarray"
+        )
+    array = np.asarray(x)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return _NUMPY, array
+
+
+@cache
+def _cupy_home(device: int) -> Home:
+    return Home("cupy", "device", device, _identity)
+
+
+def _from_cupy(name: str, x: Any) -> tuple[Home, Any]:
+    return _cupy_home(x.device.id), x
+
+
+def _from_torch(name: str, x: Any) -> tuple[Home, Any]:
+    torch = sys.modules["torch"]
+    if x.requires_grad:
+        raise TypeError(
+            f"{name} requires grad, which cuflash does not record; pass {name}.detach()"
+        )
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} has layout {x.layout}; a strided tensor is needed")
+    if x.is_conj() or x.is_neg():
+        raise TypeError(
+            f"{name} is a lazy conjugate or negative view; pass {name}.resolve_conj().resolve_neg()"
+        )
+    is_bfloat16 = x.dtype == torch.bfloat16
+    raw = x.view(torch.uint16) if is_bfloat16 else x
+
+    def export(native: Any) -> Any:
+        carrier = native.view(np.uint16) if native.dtype.name == "bfloat16" else native
+        tensor = torch.from_dlpack(carrier)
+        return tensor.view(torch.bfloat16) if native.dtype.name == "bfloat16" else tensor
+
+    if x.device.type == "cpu":
+        native = _read(name, raw, torch.Tensor.numpy)
+        home = Home("torch", "host", 0, export)
+    elif x.device.type == "cuda":
+        native = _read(name, raw, importlib.import_module("cupy").from_dlpack)
+        home = Home("torch", "device", x.device.index, export)
+    else:
+        raise TypeError(f"{name} is on {x.device}; cuflash runs on CPUs and CUDA GPUs")
+    return home, native.view(ml_dtypes.bfloat16) if is_bfloat16 else native
+
+
+def _from_jax(name: str, x: Any) -> tuple[Home, Any]:
+    jax = sys.modules["jax"]
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(
+            f"{name} is a JAX tracer; this function takes arrays and cannot run inside jit or vmap"
+        )
+    devices = x.devices()
+    if len(devices) != 1:
+        raise ValueError(f"{name} is spread over {len(devices)} JAX devices; one device is needed")
+    (device,) = devices
+
+    if device.platform == "cpu":
+
+        def export_cpu(native: np.ndarray) -> Any:
+            with jax.default_device(device):
+                return jax.device_put(native, may_alias=True)  # no copy of an aligned array
+
+        # numpy.asarray of a CPU jax.Array is a read-only view of its buffer, bfloat16 included.
+        return Home("jax", "host", device.id, export_cpu), _read(name, x, np.asarray)
+    if device.platform in ("gpu", "cuda"):
+        cupy = importlib.import_module("cupy")
+        home = Home("jax", "device", device.local_hardware_id, jax.dlpack.from_dlpack)
+        return home, _read(name, x, cupy.from_dlpack)
+    raise TypeError(f"{name} is on {device}; cuflash runs on CPUs and CUDA GPUs")
+
+
+def _from_namespace(name: str, x: Any) -> tuple[Home, Any]:
+    """Take an array of any library of the array API standard that speaks DLPack."""
+    namespace = x.__array_namespace__() if hasattr(type(x), "__array_namespace__") else None
+    if namespace is None or not hasattr(x, "__dlpack__") or not hasattr(namespace, "from_dlpack"):
+        raise _UnrecognisedError
+
+    library = type(x).__module__.partition(".")[0]
+    kind, ordinal = x.__dlpack_device__()
+    if kind == _DLPACK_CPU:
+        native = _read(name, x, np.from_dlpack)
+        return Home(library, "host", 0, namespace.from_dlpack), native
+    if kind == _DLPACK_CUDA:
+        native = _read(name, x, importlib.import_module("cupy").from_dlpack)
+        return Home(library, "device", ordinal, namespace.from_dlpack), native
+    raise TypeError(
+        f"{name} is on DLPack device {kind}:{ordinal}; cuflash runs on CPUs and CUDA GPUs"
+    )
+
+
+def _is_instance_of(x: object, library: str, attribute: str) -> bool:
+    module = sys.modules.get(library)  # an instance exists only if its library is imported
+    return module is not None and isinstance(x, getattr(module, attribute))
+
+
+def take(name: str, x: object) -> tuple[Home, Any]:
+    """Recognise one array.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for errors.
+    x : array
+        Any array.
+
+    Returns
+    -------
+    home : Home
+    native : numpy.ndarray or cupy.ndarray
+        Shares memory with `x` wherever its library allows that.
+
+    Raises
+    ------
+    TypeError
+        `x` is no array of a supported library.
+    """
+    if isinstance(x, np.ndarray | np.generic):
+        return _from_numpy(name, x)
+    if _is_instance_of(x, "cupy", "ndarray"):
+        return _from_cupy(name, x)
+    if _is_instance_of(x, "torch", "Tensor"):
+        return _from_torch(name, x)
+    if _is_instance_of(x, "jax", "Array"):
+        return _from_jax(name, x)
+    try:
+        return _from_namespace(name, x)
+    except _UnrecognisedError:
+        raise TypeError(
+            f"{name} must be an array of NumPy, CuPy, JAX, PyTorch or another library with "
+            f"__array_namespace__ and DLPack, "
+            f"got {type(x).__name__}"
+        ) from None
+
+
+def enter(
+    arrays: Mapping[str, object],
+    *,
+    options: Mapping[str, object] | None = None,
+    values: Mapping[str, object] | None = None,
+    outputs: Mapping[str, object] | None = None,
+) -> tuple[Home, dict[str, Any]]:
+    """Open a call: recognise every argument, hold them to one library and device.
+
+    Parameters
+    ----------
+    arrays : mapping of str to array
+        Operands in order; the first one decides the library.
+    options : mapping, optional
+        More arrays, or None, which stays None.
+    values : mapping, optional
+        Integers (lengths, offsets), real numbers, arrays or None; Python numbers stay as they are
+        and NumPy arrays are taken from any library's caller, as values of the host.
+    outputs : mapping, optional
+        Arrays to write into, or None.
+
+    Returns
+    -------
+    home : Home
+    native : dict
+        Every name of the four mappings with its native array, number or None.
+
+    Raises
+    ------
+    TypeError
+        An argument is no array, or of another library than the first; an output cannot be written.
+    ValueError
+        Arrays on two devices.
+    """
+    home: Home | None = None
+    first = ""
+    native: dict[str, Any] = dict.fromkeys(options or {})
+
+    def hold(name: str, theirs: Home) -> None:
+        nonlocal home, first
+        if home is None:
+            home, first = theirs, name
+        elif theirs.library != home.library:
+            raise TypeError(
+                f"{name} is an array of {theirs.library} but {first} is one of {home.library}; "
+                f"pass arrays of one library"
+            )
+        elif (theirs.engine, theirs.device) != (home.engine, home.device):
+            raise ValueError(
+                f"{name} is on {theirs.engine} device {theirs.device} but {first} is on "
+                f"{home.engine} device {home.device}"
+            )
+
+    present = ((name, x) for name, x in (options or {}).items() if x is not None)
+    for name, x in (*arrays.items(), *present):
+        theirs, native[name] = take(name, x)
+        hold(name, theirs)
+    assert home is not None, "a call has operands"
+
+    for name, x in (values or {}).items():
+        if x is None or isinstance(x, numbers.Real):
+            native[name] = x
+            continue
+        theirs, native[name] = take(name, x)
+        if theirs is not _NUMPY:
+            hold(name, theirs)
+
+    for name, x in (outputs or {}).items():
+        native[name] = None
+        if x is None:
+            continue
+        if isinstance(x, np.generic):
+            raise TypeError(f"{name} is a NumPy scalar, which cannot be written to")
+        if isinstance(x, np.ndarray) and not x.dtype.isnative:
+            raise TypeError(
+                f"{name} is byte-swapped ({x.dtype}); an output must have native byte order"
+            )
+        theirs, native[name] = take(name, x)
+        hold(name, theirs)
+        if theirs.library == "jax":
+            raise TypeError(
+                f"{name} is a JAX array, which cannot be written to; use the returned array"
+            )
+        if isinstance(native[name], np.ndarray) and not native[name].flags.writeable:
+            raise ValueError(f"{name} is read-only")
+    return home, native
+
+
+def describe(
+    arrays: Mapping[str, object],
+    *,
+    options: Mapping[str, object],
+    values: Mapping[str, object],
+) -> tuple[str, dict[str, Any]]:
+    """Describe the arguments of a call, which need not hold data.
+
+    Parameters
+    ----------
+    arrays, options, values : mapping
+        As in `enter`; a description, which has a shape and a dtype, may stand for an array.
+
+    Returns
+    -------
+    engine : {"host", "device"}
+        Where the first operand's library computes; for a description, which belongs to no library,
+        "device" if there is a GPU.
+    specs : dict
+        An `ArraySpec` for each array; numbers and None as they are.
+
+    Raises
+    ------
+    TypeError
+        An argument is neither an array nor a description of one.
+    """
+    engine, specs = "", dict[str, Any]()
+    for name, x in (*arrays.items(), *options.items(), *values.items()):
+        if (x is None and name not in arrays) or (name in values and isinstance(x, numbers.Real)):
+            specs[name] = x
+            continue
+        try:
+            home, native = take(name, x)
+            where, specs[name] = home.engine, ArraySpec.of(native)
+        except TypeError as no_array:
+            try:
+                where, specs[name] = "", ArraySpec.of(x)
+            except (AttributeError, TypeError):
+                raise no_array from None
+        engine = engine or where or _best_engine()
+    return engine, specs
+
+
+def _best_engine() -> str:
+    try:
+        return "device" if importlib.import_module("cupy").is_available() else "host"
+    except ImportError:
+        return "host"
+
+
+def _shadow(x: Any) -> np.ndarray:
+    """Return a NumPy array with the addresses of `x`, for overlap tests; never to be read."""
+    if isinstance(x, np.ndarray):
+        return x
+
+    class _Addresses:
+        __array_interface__ = {  # noqa: RUF012 - read once, by numpy.asarray below
+            "version": 3,
+            "data": (_address(x), True),
+            "shape": x.shape,
+            "strides": x.strides,
+            "typestr": f"|V{x.dtype.itemsize}",
+        }
+
+    return np.asarray(_Addresses())
+
+
+def _address(x: Any) -> int:
+    return x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x.data.ptr
+
+
+def _bounds(x: Any) -> tuple[int, int]:
+    """Return the addresses between which all elements of a native array lie."""
+    low = high = _address(x)
+    for size, stride in zip(x.shape, x.strides, strict=True):
+        if stride < 0:
+            low += stride * (size - 1)
+        else:
+            high += stride * (size - 1)
+    return low, high + x.dtype.itemsize
+
+
+def shares_memory(a: Any, b: Any) -> bool:
+    """Tell by bounded work whether two native arrays share an element; undecided counts as yes."""
+    if not a.size or not b.size:
+        return False
+    (a_low, a_high), (b_low, b_high) = _bounds(a), _bounds(b)
+    if a_high <= b_low or b_high <= a_low:
+        return False
+    a, b = _shadow(a), _shadow(b)
+    try:
+        # The stub knows only the two special values of max_work.
+        return bool(np.shares_memory(a, b, max_work=_OVERLAP_WORK))  # type: ignore[arg-type]
+    except (np.exceptions.TooHardError, OverflowError):
+        return True
+
+
+def same_view(a: Any, b: Any) -> bool:
+    """Tell whether two native arrays name the same elements by the same indices and dtype."""
+    return (_address(a), a.shape, a.strides, a.dtype) == (_address(b), b.shape, b.strides, b.dtype)
+
+
+def overlaps_itself(x: Any) -> bool:
+    """Tell whether two indices of an array can name one element: it cannot be an output."""
+    if x.flags.c_contiguous:
+        return False
+    extent = 0
+    # Sorted by stride, each axis must step past everything that the inner axes cover.
+    for stride, size in sorted(
+        (abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1
+    ):
+        if stride < extent + x.dtype.itemsize:
+            return True
+        extent += stride * (size - 1)
+    return False
+
+
+def refuse_overlap(outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    """Raise ValueError if an output shares an element with an input, another output or itself."""
+    named = {name: x for name, x in outputs.items() if x is not None and x.size}
+    done: dict[str, Any] = {}
+    for name, x in named.items():
+        if overlaps_itself(x):
+            raise ValueError(
+                f"{name} has several indices for one element (strides {x.strides}); "
+                f"it cannot be written to"
+            )
+        for other, y in (*inputs.items(), *done.items()):
+            if (
+                y is not None
+                and not isinstance(y, numbers.Real)
+                and type(y) is type(x)
+                and shares_memory(x, y)
+            ):
+                raise ValueError(f"{name} shares memory with {other}")
+        done[name] = x

@@ -1,0 +1,279 @@
+"""How the NumPy engine does its work: the tiles it takes, the ones it leaves out, its memory."""
+
+import importlib
+import math
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import flash_attention
+from cuflash.host.attention import TilePlan
+from cuflash.problem import ArraySpec, AttentionArrays, AttentionProblem, c_strides
+
+MIB = 2**20
+
+
+def problem_of(
+    batch: tuple[int, ...], tq: int, tk: int, d: int = 4, **options: Any
+) -> AttentionProblem:
+    """Describe a problem without making its arrays."""
+    dtype = np.dtype(np.float32)
+    specs = [
+        ArraySpec(shape, c_strides(shape, dtype.itemsize), dtype)
+        for shape in ((*batch, tq, d), (*batch, tk, d), (*batch, tk, d))
+    ]
+    return AttentionProblem.of(AttentionArrays(*specs), **options)
+
+
+def extra_memory(call: Callable[[], Any]) -> int:
+    """Return the peak of what a call allocates beyond what it returns."""
+    tracemalloc.start()
+    try:
+        kept = call()
+        current, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    del kept
+    return peak - current
+
+
+class TestTilePlan:
+    @given(
+        batch=st.lists(st.integers(0, 7), max_size=5).map(tuple),
+        tq=st.integers(0, 3000),
+        tk=st.integers(0, 30000),
+        num_splits=st.none() | st.integers(1, 50),
+    )
+    def test_blocks_cover_the_batch_exactly_once_and_fit(
+        self, batch: tuple[int, ...], tq: int, tk: int, num_splits: int | None
+    ) -> None:
+        plan = TilePlan.of(problem_of(batch, tq, tk, num_splits=num_splits))
+        covered = np.zeros(batch, int)
+        for index in plan.batches(batch):
+            assert len(index) == len(batch)
+            covered[index] += 1
+            # Scores of a tile: a few arrays of this size lie in cache together.
+            assert covered[index].size * plan.rows * plan.keys <= 256 * 512
+        assert (covered == 1).all()
+        assert 1 <= plan.rows <= max(tq, 1)
+        assert 1 <= plan.keys <= max(tk, 1)
+        tiles = -(-tk // plan.keys)
+        assert 1 <= plan.splits <= max(tiles, 1)
+        if num_splits is not None:
+            assert plan.splits == max(1, min(num_splits, tiles))
+
+    def test_short_problems_share_blocks_and_long_ones_do_not(self) -> None:
+        assert len(list(TilePlan.of(problem_of((10000,), 8, 8)).batches((10000,)))) < 50
+        assert len(list(TilePlan.of(problem_of((3, 4), 300, 700)).batches((3, 4)))) == 12
+
+    def test_long_keys_of_few_queries_are_split(self) -> None:
+        assert TilePlan.of(problem_of((1,), 1, 10**6)).splits > 1
+        assert TilePlan.of(problem_of((64,), 1, 10**6)).splits == 1
+        assert TilePlan.of(problem_of((1,), 1, 10**6, num_splits=1)).splits == 1
+
+
+class TestTiles:
+    """What is asked of a tile, told by the calls of `modify`, which sees each computed tile."""
+
+    @pytest.fixture
+    def computed(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+        """List the (row, key) tiles that are computed, as (rows.start, keys.start)."""
+        tiles: list[tuple[int, int]] = []
+        engine = importlib.import_module("cuflash.host.attention")  # the package has the function
+        modify = engine.modify
+
+        def note(*arguments: Any) -> None:
+            rows, keys = (x for x in arguments if isinstance(x, slice))
+            tiles.append((rows.start, keys.start))
+            modify(*arguments)
+
+        monkeypatch.setattr(engine, "modify", note)
+        return tiles
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"causal": True},
+            {"causal": True, "query_offset": 0},
+            {"causal": True, "query_offset": -1},
+            {"causal": True, "query_offset": -600},
+            {"causal": True, "query_offset": 5000},
+            {"causal": True, "query_offset": -5000},
+            {"window": (0, 0)},
+            {"window": (100, 30)},
+            {"window": (None, 30), "query_offset": 7},
+            {"window": (512, None)},
+            {"window": (2, 3), "query_offset": 511},
+            {"key_lengths": 512},
+            {"key_lengths": 513},
+            {"key_lengths": 0},
+            {"query_lengths": 256},
+            {"query_lengths": 257, "causal": True},
+            {"query_lengths": 0},
+            {"query_lengths": 300, "key_lengths": 900, "window": (10, 10)},
+            {"mask": "blocks"},
+            {"mask": "blocks", "causal": True},
+            {"mask": "nothing"},
+        ],
+        ids=str,
+    )
+    def test_only_those_that_somebody_sees_are_computed(
+        self, options: dict[str, Any], computed: list[tuple[int, int]]
+    ) -> None:
+        tq, tk = 700, 1600
+        q, k, v = (np.ones((1, n, 2), np.float32) for n in (tq, tk, tk))
+        if "mask" in options:
+            mask = np.zeros((tq, tk), bool)
+            if options["mask"] == "blocks":
+                mask[:300, 600:700] = mask[699, 1599] = True
+            options = options | {"mask": mask}
+        flash_attention(q, k, v, **options)
+
+        expected = set()
+        seen = np.isfinite(cuflash.reference.attention_scores(q, k, k, **options)[0][0])
+        plan = TilePlan.of(problem_of((1,), tq, tk))
+        assert (plan.rows, plan.keys) == (256, 512)
+        for row in range(0, tq, plan.rows):
+            for key in range(0, tk, plan.keys):
+                if seen[row : row + plan.rows, key : key + plan.keys].any():
+                    expected.add((row, key))
+        assert sorted(computed) == sorted(expected)
+
+    def test_entries_of_different_lengths_are_told_apart(
+        self, computed: list[tuple[int, int]]
+    ) -> None:
+        q, k = np.ones((3, 700, 2), np.float32), np.ones((3, 1600, 2), np.float32)
+        flash_attention(q, k, k, key_lengths=np.array([0, 512, 1600]))
+        assert len(computed) == 3 * (0 + 1 + 4)
+
+    def test_bad_values_that_are_not_seen_cost_nothing(
+        self, computed: list[tuple[int, int]]
+    ) -> None:
+        """Values are looked at for NaN only where a result came out non-finite."""
+        q, k = np.ones((1, 256, 2), np.float32), np.ones((1, 1024, 2), np.float32)
+        v = k.copy()
+        v[:, 512:] = k[:, 512:] = np.nan
+        out = flash_attention(q, k, v, key_lengths=512)
+        assert computed == [(0, 0)]
+        np.testing.assert_allclose(out, 1)
+        computed.clear()
+        v[:, 5] = np.nan
+        flash_attention(q, k, v, key_lengths=512)
+        assert computed == [(0, 0)] * 2
+
+
+class TestMemory:
+    """The bounds of the accuracy contract's memory line; B=1, H=8, D=64 unless said otherwise."""
+
+    @staticmethod
+    def attend(tokens: int, heads: int, dtype: Any = np.float32, **options: Any) -> int:
+        x = np.ones((1, heads, tokens, 64), dtype)
+        return extra_memory(lambda: flash_attention(x, x, x, **options))
+
+    @pytest.fixture(autouse=True)
+    def warm(self) -> None:
+        self.attend(10, 1)
+
+    def test_4096_tokens(self) -> None:
+        assert self.attend(4096, 8, return_lse=True) < 64 * MIB
+
+    def test_16384_tokens(self) -> None:
+        """Two heads, to save time: the tiles in memory are those of the threads."""
+        assert self.attend(16384, 2) < 200 * MIB
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
+    def test_grows_at_most_linearly(self, dtype: Any) -> None:
+        options: Any = {"window": (100, 100)}
+        short, long = (self.attend(tokens, 1, dtype, **options) for tokens in (4096, 32768))
+        assert long < 8 * short
+
+    def test_options_are_never_built_at_full_size(self) -> None:
+        tokens = 4096
+        rng = np.random.default_rng(0)
+        options: dict[str, Any] = {
+            "mask": rng.random(tokens) < 0.5,
+            "bias": rng.random((tokens, 1)),
+            "alibi_slopes": np.ones(1),
+            "query_lengths": np.array([[tokens - 1]]),
+            "causal": True,
+            "softcap": 5.0,
+        }
+        assert self.attend(tokens, 1, **options) < 64 * MIB  # scores alone would be this much
+
+    def test_short_entries_of_large_batches(self) -> None:
+        x = np.ones((20000, 4, 8), np.float16)
+        assert extra_memory(lambda: flash_attention(x, x, x)) < 16 * MIB
+
+
+class TestShapes:
+    def test_int_lengths_without_batch_axes(self) -> None:
+        """The batch shape is (), as is that of an int."""
+        q, k = np.ones((5, 4)), np.eye(6, 4)
+        out = flash_attention(q, k, k, query_lengths=3, key_lengths=2, query_offset=0, causal=True)
+        expected = cuflash.reference.attention(q[:3], k[:2], k[:2], query_offset=0, causal=True)[0]
+        np.testing.assert_allclose(out[:3], expected)
+        np.testing.assert_array_equal(out[3:], 0)
+
+    def test_many_batch_axes(self) -> None:
+        q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 2, 5, 4))
+        many = (2, *[1] * 20, 3, *[1] * 7, 2)
+        out = flash_attention(
+            q.reshape(*many, 5, 4), k.reshape(*many, 5, 4), v.reshape(*many, 5, 4)
+        )
+        assert out.shape == (*many, 5, 4)
+        np.testing.assert_allclose(out.reshape(q.shape), flash_attention(q, k, v), rtol=1e-13)
+
+    @pytest.mark.parametrize("batch", [(70000,), (2, 40000), (300, 300)])
+    def test_large_batches(self, batch: tuple[int, ...]) -> None:
+        rng = np.random.default_rng(0)
+        q, k, v = rng.standard_normal((3, *batch, 2, 1))
+        s = q * k.swapaxes(-1, -2)
+        p = np.exp(s) / np.exp(s).sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(flash_attention(q, k, v), p @ v, rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.parametrize(
+        ("q_batch", "k_batch", "v_batch"),
+        [
+            ((), (3,), (2, 1)),
+            ((2, 1, 1), (4, 1), (3,)),
+            ((0, 3), (3,), (1, 3)),
+            ((1,), (0,), (1,)),
+            ((2, 0, 4), (1, 1, 4), ()),
+        ],
+    )
+    @pytest.mark.parametrize(
+        ("tq", "tk", "d", "dv"),
+        [(1, 1, 1, 1), (5, 3, 2, 7), (0, 4, 1, 2), (4, 0, 3, 2), (3, 2, 1, 0)],
+    )
+    def test_broadcasting_and_empty_axes(
+        self,
+        q_batch: tuple[int, ...],
+        k_batch: tuple[int, ...],
+        v_batch: tuple[int, ...],
+        tq: int,
+        tk: int,
+        d: int,
+        dv: int,
+    ) -> None:
+        rng = np.random.default_rng(0)
+        q = rng.standard_normal((*q_batch, tq, d))
+        k = rng.standard_normal((*k_batch, tk, d))
+        v = rng.standard_normal((*v_batch, tk, dv))
+        out, lse = flash_attention(q, k, v, return_lse=True)
+        batch = np.broadcast_shapes(q_batch, k_batch, v_batch)
+        assert (out.shape, lse.shape) == ((*batch, tq, dv), (*batch, tq))
+        s = q @ k.swapaxes(-1, -2) / math.sqrt(d)
+        total = np.exp(s).sum(axis=-1, keepdims=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            expected = (np.exp(s) / total if tk else s) @ v
+            np.testing.assert_allclose(out, np.broadcast_to(expected, out.shape), atol=1e-14)
+            expected_lse = np.log(total[..., 0])
+        np.testing.assert_allclose(lse, np.broadcast_to(expected_lse, lse.shape), atol=1e-14)
