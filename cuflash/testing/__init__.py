@@ -1,0 +1,55 @@
+"""What cuflash is tested with, for testing any implementation of attention or softmax.
+
+Cases describe inputs (`AttentionCase`, `SoftmaxCase`, `MergeCase`), strategies draw them
+(`attention_problems`, `softmax_problems`, `merge_problems`: these need hypothesis), bounds say how
+exact a result must be, and properties, functions of a callable and a case, say what must hold.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from cuflash.testing.bounds import (
+    Expected,
+    ExpectedAttention,
+    assert_attention_close,
+    assert_softmax_close,
+    error_bound,
+    expect_attention,
+    expect_softmax,
+    expect_softmax_vjp,
+)
+from cuflash.testing.cases import ALL_CASES
+from cuflash.testing.problems import AttentionCase, SoftmaxCase
+from cuflash.testing.properties import ATTENTION_PROPERTIES
+from cuflash.testing.softmax_properties import SOFTMAX_PROPERTIES, MergeCase
+
+if TYPE_CHECKING:
+    from cuflash.testing.strategies import attention_problems, merge_problems, softmax_problems
+
+__all__ = [
+    "AttentionCase",
+    "SoftmaxCase",
+    "MergeCase",
+    "attention_problems",
+    "softmax_problems",
+    "merge_problems",
+    "Expected",
+    "ExpectedAttention",
+    "error_bound",
+    "expect_attention",
+    "expect_softmax",
+    "expect_softmax_vjp",
+    "assert_attention_close",
+    "assert_softmax_close",
+    "ATTENTION_PROPERTIES",
+    "SOFTMAX_PROPERTIES",
+    "ALL_CASES",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The one module that needs hypothesis is imported when one of its names is asked for.
+    if name in ("attention_problems", "softmax_problems", "merge_problems"):
+        from cuflash.testing import strategies
+
+        return getattr(strategies, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

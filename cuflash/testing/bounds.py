@@ -1,0 +1,328 @@
+"""How far a result may lie from the oracle, and assertions that say where it lies farther.
+
+The accuracy contract. Let eps be the unit roundoff of the dtype and eps_acc that of its
+accumulator (float64 for float64, float32 for the others); for a query row let V be the largest
+abs(v) and S the largest abs(score) that it sees. With `ref` the oracle on the same, already rounded
+inputs and `naive` the materialised formula in the accumulator's precision, rounded to the dtype at
+the end,
+
+    abs(out - ref) <= 2 * max abs(naive - ref) + (4 * eps + 4 * eps_acc * (1 + S)) * V
+    abs(lse - ref) <= 2 * max abs(naive - ref) + 4 * eps_acc * (1 + abs(ref) + S)
+
+Where the terms come from. A score is a rounded dot product, of error about eps_acc * S: the weight
+exp(s - m) inherits that as a relative error, and so does the normaliser, a sum of weights. A
+weighted mean of values with relative errors e in its weights is off by at most 2 * e * V. Rounding
+the weights to the dtype before they meet v, as matrix units need it, and rounding the result cost
+another few eps * V. What remains is how the dot products and sums themselves are ordered, and how
+far their terms cancel: a score near 0 can be the sum of large terms, which no order of summation
+rounds less than they are large. That depends on the data, and the error of the plain formula on the
+same data, doubled, measures it, for lse as for out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cuflash import reference
+from cuflash.testing.problems import AttentionCase, dtype_of
+
+Floats: TypeAlias = NDArray[np.float64]
+
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+SMALLEST_SUBNORMAL = {
+    "float64": 2.0**-1074,
+    "float32": 2.0**-149,
+    "float16": 2.0**-24,
+    "bfloat16": 2.0**-133,
+}
+#: Below this an accumulator may flush to zero.
+SMALLEST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126}
+#: Largest relative error in the Frobenius norm, for S <= 30 and at least 64 elements.
+FROBENIUS = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+
+
+def accumulator(dtype: str) -> str:
+    """Return the name of the dtype in which sums over `dtype` are kept."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+class Expected(NamedTuple):
+    """One array that a call must return: the oracle's, and how far each element may be from it."""
+
+    value: Floats
+    bound: Floats
+    frobenius: float | None = None
+    """Limit on the relative Frobenius norm of the error, where the contract sets one."""
+
+
+class ExpectedAttention(NamedTuple):
+    """What an attention call must return."""
+
+    out: Expected
+    lse: Expected
+    seen: NDArray[np.bool_]
+    """Which pairs are seen, batch shape + (Tq, Tk)."""
+
+
+def _finite_max(x: Floats, axis: int | None = -1) -> Floats:
+    largest: Floats = np.where(np.isfinite(x), np.abs(x), 0).max(axis=axis, initial=0)
+    return largest
+
+
+def expect_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> ExpectedAttention:
+    """Return what ``flash_attention(q, k, v, **options)`` must give, by the accuracy contract.
+
+    Parameters
+    ----------
+    q, k, v
+        NumPy arrays of one dtype.
+    **options
+        Score options.
+
+    Returns
+    -------
+    ExpectedAttention
+        Oracle and bounds; the derivation of the bounds is in this module's docstring.
+    """
+    dtype = np.asarray(q).dtype.name
+    eps, eps_acc = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[accumulator(dtype)]
+    out, lse = reference.attention(q, k, v, **options)
+    naive, naive_lse = reference.attention(q, k, v, precision=accumulator(dtype), **options)
+    naive = naive.astype(dtype_of(dtype)).astype(np.float64)
+    scores, seen = reference.attention_scores(q, k, v, **options)
+
+    largest_score = _finite_max(scores)
+    value_sizes = _finite_max(np.asarray(v).astype(np.float64))
+    if options.get("enable_gqa") and value_sizes.ndim > 1:
+        value_sizes = np.repeat(value_sizes, seen.shape[-3] // value_sizes.shape[-2], axis=-2)
+    largest_value = np.where(seen, value_sizes[..., None, :], 0).max(axis=-1, initial=0)
+    with np.errstate(invalid="ignore"):
+        naive_error = _finite_max(naive - out, axis=None)
+        naive_lse_error = _finite_max(naive_lse - lse, axis=None)
+    row = (4 * eps + 4 * eps_acc * (1 + largest_score)) * largest_value
+    row = np.where(seen.any(axis=-1), 2 * naive_error + row, 0)  # an empty row is 0, no less
+    out_bound = np.broadcast_to(row[..., None], out.shape)
+    lse_size = np.where(np.isfinite(lse), np.abs(lse), 0)
+    lse_bound = 2 * naive_lse_error + 4 * eps_acc * (1 + lse_size + largest_score)
+    limited = out.size >= 64 and largest_score.max(initial=0) <= 30
+    limit = FROBENIUS[dtype] if limited else None
+    return ExpectedAttention(Expected(out, out_bound, limit), Expected(lse, lse_bound), seen)
+
+
+@functools.lru_cache(maxsize=8)
+def error_bound(case: AttentionCase) -> ExpectedAttention:
+    """Return oracle and bounds of a drawn case; see :func:`expect_attention`."""
+    inputs = case.build()
+    return expect_attention(inputs.q, inputs.k, inputs.v, **inputs.options)
+
+
+def expect_softmax(name: str, x: ArrayLike, axis: Any = -1, where: Any = None) -> Expected:
+    """Return what `softmax`, `log_softmax` or `logsumexp` (by `name`) must give.
+
+    The contract's form for logits that are given exactly. With ``d = max - x`` exact but for one
+    rounding, exp(-d) has the relative error eps_acc * (1 + d), and the normaliser that of the mean
+    of d under the weights, at most eps_acc * (1 + log n) for rows of n. As d is at most -log y,
+
+        abs(y - ref) <= 2 * max abs(naive - ref) + (4 * eps + 4 * eps_acc * (1 + log n - log y)) * y
+
+    The logarithms have 4 * eps * abs(ref) + 4 * eps_acc * (1 + log n + abs(ref)) in its place. The
+    maximum of the naive error is taken over a row.
+    """
+    dtype = np.asarray(x).dtype.name
+    dtype = dtype if dtype in UNIT_ROUNDOFF else "float64"
+    function = getattr(reference, name)
+    value = np.asarray(function(x, axis, where=where))
+    naive = np.asarray(function(x, axis, where=where, precision=accumulator(dtype)))
+    log_n = np.log(max(1, np.asarray(x).size))
+    eps, eps_acc = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[accumulator(dtype)]
+    size = np.where(np.isfinite(value), np.abs(value), 0)
+    if name == "softmax":
+        with np.errstate(divide="ignore"):
+            surprise = np.where(size > 0, -np.log(size), 0)
+        bound = (4 * eps + 4 * eps_acc * (1 + log_n + surprise)) * size
+    else:
+        bound = 4 * eps * size + 4 * eps_acc * (1 + log_n + size)
+    reduced = name == "logsumexp"
+    return Expected(value, bound + _naive_term(naive, value, dtype, () if reduced else axis))
+
+
+def expect_softmax_vjp(
+    name: str, cotangent: ArrayLike, *primals: ArrayLike, axis: Any = -1, where: Any = None
+) -> Expected:
+    """Return what `softmax_vjp`, `log_softmax_vjp` or `logsumexp_vjp` (by `name`) must give.
+
+    Four times the contract's form, V replaced by the sum of the magnitudes that the formula adds:
+    abs(y) * (abs(dy) + sum abs(y * dy)) for softmax, abs(dy) + exp(y) * sum abs(dy) for
+    log_softmax, (1 + abs(x - lse)) * abs(dx) for logsumexp.
+    """
+    dtype = np.asarray(primals[0]).dtype.name
+    function = getattr(reference, name)
+    value = function(cotangent, *primals, axis, where=where)
+    naive = function(cotangent, *primals, axis, where=where, precision=accumulator(dtype))
+    eps, eps_acc = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[accumulator(dtype)]
+    first = np.asarray(primals[0]).astype(np.float64)
+    seen = np.broadcast_to(True if where is None else where, first.shape)
+    with np.errstate(all="ignore"):
+        if name == "logsumexp_vjp":
+            lse = np.asarray(primals[1]).astype(np.float64)
+            if lse.ndim != first.ndim:
+                lse = np.expand_dims(lse, tuple(range(first.ndim)) if axis is None else axis)
+            size = np.abs(value) * (1 + np.abs(first - lse))
+        else:
+            dy = np.where(seen, np.abs(np.asarray(cotangent).astype(np.float64)), 0)
+            weight = np.where(seen, np.abs(first if name == "softmax_vjp" else np.exp(first)), 0)
+            total = np.sum(weight * dy if name == "softmax_vjp" else dy, axis=axis, keepdims=True)
+            size = weight * (dy + total) if name == "softmax_vjp" else dy + weight * total
+    log_n = np.log(max(1, first.size))
+    bound = (4 * eps + 4 * eps_acc * (1 + log_n)) * np.where(np.isfinite(size), size, 0)
+    return Expected(value, 4 * (bound + _naive_term(naive, value, dtype, axis)))
+
+
+def _naive_term(naive: Floats, value: Floats, dtype: str, axis: Any) -> Floats:
+    """Twice the naive error of each row, and what underflow may lose."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = naive.astype(dtype_of(dtype)).astype(np.float64) - value
+    error = np.where(np.isfinite(error), np.abs(error), 0)
+    row: Floats = error.max(axis=axis, keepdims=True, initial=0) if axis != () else error
+    return 2 * row + SMALLEST_SUBNORMAL[dtype] + SMALLEST_NORMAL[accumulator(dtype)]
+
+
+def outliers(actual: Floats, expected: Expected) -> NDArray[Any]:
+    """Return the elements that break the bound.
+
+    Where the oracle is NaN, only NaN will do; where it is an infinity, that or NaN: a weight that
+    underflows makes NaN of an infinite value. Elsewhere the result is finite and within the bound.
+    """
+    with np.errstate(invalid="ignore"):
+        close = np.abs(actual - expected.value) <= expected.bound
+    infinite = np.isinf(expected.value)
+    close |= np.isnan(actual) & (infinite | np.isnan(expected.value))
+    close |= infinite & (actual == expected.value)
+    return np.logical_not(close)
+
+
+def near_border(n: int, borders: Iterable[int]) -> str:
+    """Say which multiple of a tile size `n` is within one of, if any."""
+    for tile in sorted(borders, reverse=True):
+        multiple = max(1, round(n / tile))
+        if abs(n - multiple * tile) <= 1:
+            return f"{n} (tile border {multiple}*{tile}{n - multiple * tile:+d})"
+    return str(n)
+
+
+def _assert_close(name: str, actual: Any, expected: Expected, describe: Any, hint: str) -> None:
+    actual = np.asarray(actual).astype(np.float64)
+    if actual.shape != expected.value.shape:
+        raise AssertionError(f"{name} has shape {actual.shape}, not {expected.value.shape}{hint}")
+    wrong = outliers(actual, expected)
+    if wrong.any():
+        with np.errstate(invalid="ignore", divide="ignore"):
+            error = np.abs(actual - expected.value)
+            excess = np.where(np.isnan(error), np.inf, error / expected.bound)
+        at = np.unravel_index(np.argmax(np.where(wrong, excess, -1)), wrong.shape)
+        index = tuple(int(i) for i in at)
+        raise AssertionError(
+            f"{name}{list(index)} is {actual[at]!s}, expected {expected.value[at]!s}: off by "
+            f"{error[at]:.3g}, {excess[at]:.3g} times the bound {expected.bound[at]:.3g}; "
+            f"{wrong.sum()} of {wrong.size} elements are off. {describe(index)}{hint}"
+        )
+    if expected.frobenius is not None and np.isfinite(expected.value).all():
+        scale = np.linalg.norm(expected.value)
+        error_norm = np.linalg.norm(actual - expected.value)
+        if error_norm > expected.frobenius * scale:
+            raise AssertionError(
+                f"{name} is off by {error_norm / scale:.3g} in relative Frobenius norm, more than "
+                f"{expected.frobenius:.3g}{hint}"
+            )
+
+
+def assert_attention_close(
+    out: Any,
+    lse: Any,
+    expected: ExpectedAttention | AttentionCase,
+    *,
+    borders: Sequence[int] = (),
+) -> None:
+    """Assert that an attention result keeps the accuracy contract.
+
+    Parameters
+    ----------
+    out, lse
+        Arrays to check; `lse` may be None.
+    expected
+        From :func:`expect_attention`, or a case.
+    borders
+        Tile sizes of the engine, to say in the message which of their multiples is near.
+
+    Raises
+    ------
+    AssertionError
+        Says which element is off the most, by how much, and what its row sees.
+    """
+    hint = ""
+    if isinstance(expected, AttentionCase):
+        hint = f"\n{expected!r}"
+        expected = error_bound(expected)
+    seen = expected.seen
+
+    def describe(index: tuple[int, ...]) -> str:
+        row = index[: seen.ndim - 1]
+        keys = np.flatnonzero(seen[row])
+        place = f"Query {near_border(row[-1], borders)}"
+        if len(row) > 1:
+            place += f" of batch entry {row[:-1]}"
+        if not len(keys):
+            return f"{place} sees no key"
+        first, last = (near_border(int(key), borders) for key in (keys[0], keys[-1]))
+        total = near_border(seen.shape[-1], borders)
+        return f"{place} sees {len(keys)} of {total} keys, from {first} to {last}"
+
+    _assert_close("out", out, expected.out, describe, hint)
+    if lse is not None:
+        _assert_close("lse", lse, expected.lse, describe, hint)
+
+
+def assert_softmax_close(
+    actual: Any,
+    expected: Expected,
+    *,
+    name: str = "softmax",
+    axis: Any = -1,
+    borders: Sequence[int] = (),
+    hint: str = "",
+) -> None:
+    """Assert that a result of the softmax family keeps its bound.
+
+    Parameters
+    ----------
+    actual
+        Array to check.
+    expected
+        From :func:`expect_softmax` or :func:`expect_softmax_vjp`.
+    name
+        Function that made it, for the message.
+    axis
+        Axis of the rows, for the message.
+    borders
+        Tile sizes of the engine, to say in the message which of their multiples is near.
+    hint
+        What the message ends with: how to make the inputs again.
+
+    Raises
+    ------
+    AssertionError
+        Says which element is off the most, by how much, and where in its row it lies.
+    """
+
+    def describe(index: tuple[int, ...]) -> str:
+        if not isinstance(axis, int) or not index or len(index) != expected.value.ndim:
+            return f"Rows run over axis {axis}"
+        length = near_border(expected.value.shape[axis], borders)
+        return f"Element {near_border(index[axis], borders)} of a row of {length}"
+
+    _assert_close(name, actual, expected, describe, f"\n{hint}" if hint else "")
