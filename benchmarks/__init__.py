@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks.<subject>`` measures, prints a table and writes CSV."""

@@ -1,0 +1,163 @@
+"""What else computes the same, as calls to be timed. Each imports its library only when made.
+
+A peer takes the problem's arrays and returns a callable without arguments. Arrays are NumPy's for
+the host and CuPy's for the device; other libraries see them by DLPack, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Call = Callable[[], Any]
+
+
+class Peer(NamedTuple):
+    """A competitor: its name in tables, the library it needs, and what makes its call."""
+
+    name: str
+    library: str
+    make: Callable[..., Call]
+
+    @property
+    def installed(self) -> bool:
+        """Whether its library can be imported."""
+        return find_spec(self.library) is not None
+
+
+def installed(peers: tuple[Peer, ...]) -> list[Peer]:
+    """Return the peers whose libraries are there."""
+    return [peer for peer in peers if peer.installed]
+
+
+def numpy_attention(q: Any, k: Any, v: Any, *, causal: bool = False) -> Call:
+    """Return the formula as a NumPy user writes it; 16-bit inputs by way of float32, for BLAS."""
+    wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+    scale = wide.type(q.shape[-1] ** -0.5)
+
+    def call() -> Any:
+        s = q.astype(wide, copy=False) @ k.astype(wide, copy=False).swapaxes(-1, -2) * scale
+        if causal:
+            s = np.where(np.tri(*s.shape[-2:], dtype=np.bool), s, -np.inf)
+        p = np.exp(s - s.max(axis=-1, keepdims=True))
+        p /= p.sum(axis=-1, keepdims=True)
+        return (p @ v.astype(wide, copy=False)).astype(q.dtype, copy=False)
+
+    return call
+
+
+def scipy_softmax(x: Any, *, axis: int = -1) -> Call:
+    """Return `scipy.special.softmax`."""
+    from scipy import special
+
+    return lambda: special.softmax(x, axis=axis)
+
+
+def _tensor(x: Any) -> Any:
+    """Return a PyTorch tensor that shares memory with a NumPy or CuPy array."""
+    import torch
+
+    if x.dtype.name == "bfloat16":  # no DLPack export knows it on every side
+        return torch.from_dlpack(x.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_dlpack(x)
+
+
+def torch_attention(q: Any, k: Any, v: Any, *, causal: bool = False) -> Call:
+    """Return PyTorch's scaled_dot_product_attention, its backend chosen by PyTorch."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    tensors = [_tensor(x) for x in (q, k, v)]
+    return lambda: scaled_dot_product_attention(*tensors, is_causal=causal)
+
+
+def _torch_backend(name: str) -> Callable[..., Call]:
+    def make(q: Any, k: Any, v: Any, *, causal: bool = False) -> Call:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backend, attend = getattr(SDPBackend, name), torch_attention(q, k, v, causal=causal)
+
+        def call() -> Any:
+            with sdpa_kernel(backend):
+                return attend()
+
+        return call
+
+    return make
+
+
+def _torch_backend_vjp(name: str) -> Callable[..., Call]:
+    def make(dout: Any, q: Any, k: Any, v: Any, *, causal: bool = False) -> Call:
+        """Return the backward alone: the forward ran once, its graph is kept."""
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        inputs = [_tensor(x).requires_grad_() for x in (q, k, v)]
+        cotangent = _tensor(dout)
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal)
+        return lambda: torch.autograd.grad(out, inputs, cotangent, retain_graph=True)
+
+    return make
+
+
+def cupy_softmax(x: Any, *, axis: int = -1) -> Call:
+    """Return the formula as a CuPy user writes it."""
+    import cupy
+
+    def call() -> Any:
+        e = cupy.exp(x - x.max(axis=axis, keepdims=True))
+        return e / e.sum(axis=axis, keepdims=True)
+
+    return call
+
+
+def cupyx_softmax(x: Any, *, axis: int = -1) -> Call:
+    """Return `cupyx.scipy.special.softmax`."""
+    from cupyx.scipy import special
+
+    return lambda: special.softmax(x, axis=axis)
+
+
+def torch_softmax(x: Any, *, axis: int = -1) -> Call:
+    """Return `torch.softmax`."""
+    import torch
+
+    tensor = _tensor(x)
+    return lambda: torch.softmax(tensor, dim=axis)
+
+
+def torch_compiled_softmax(x: Any, *, axis: int = -1) -> Call:
+    """Return `torch.softmax` as torch.compile generates it for this shape."""
+    import torch
+
+    tensor = _tensor(x)
+    compiled = torch.compile(torch.softmax, dynamic=False)
+    return lambda: compiled(tensor, dim=axis)
+
+
+NUMPY_ATTENTION = Peer("NumPy formula", "numpy", numpy_attention)
+TORCH_ATTENTION = Peer("torch SDPA", "torch", torch_attention)
+SCIPY_SOFTMAX = Peer("scipy.special.softmax", "scipy", scipy_softmax)
+
+_BACKENDS = {
+    "cuDNN": "CUDNN_ATTENTION",
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}
+DEVICE_ATTENTION = tuple(
+    Peer(f"torch SDPA {label}", "torch", _torch_backend(name)) for label, name in _BACKENDS.items()
+)
+DEVICE_ATTENTION_VJP = tuple(
+    Peer(f"torch SDPA {label}", "torch", _torch_backend_vjp(name))
+    for label, name in _BACKENDS.items()
+)
+DEVICE_SOFTMAX = (
+    Peer("CuPy formula", "cupy", cupy_softmax),
+    Peer("cupyx.scipy.special.softmax", "cupyx", cupyx_softmax),
+    Peer("torch.softmax", "torch", torch_softmax),
+    Peer("torch.compile", "torch", torch_compiled_softmax),
+)

@@ -1,0 +1,145 @@
+"""The problems that are measured, as data, and what their times are divided into."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+
+def dtype_of(name: str) -> np.dtype:
+    """Return a dtype by name, bfloat16 included."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Self-attention of `heads` heads over `tokens` tokens: q, k, v (batch, heads, tokens, d)."""
+
+    batch: int
+    heads: int
+    tokens: int
+    d: int
+    causal: bool = False
+    dtype: str = "float32"
+
+    def inputs(self, sets: int = 1, seed: int = 0) -> list[tuple[np.ndarray, ...]]:
+        """Return sets of normal random q, k, v to be used in rotation."""
+        rng = np.random.default_rng(seed)
+        shape = (3, self.batch, self.heads, self.tokens, self.d)
+        draws = (rng.standard_normal(shape, np.float32) for _ in range(sets))
+        return [tuple(draw.astype(dtype_of(self.dtype))) for draw in draws]
+
+
+def attention_flops(shape: AttentionShape, *, backward: bool = False) -> float:
+    """Return the floating-point operations of two matmuls, halved for causal.
+
+    The backward counts as 2.5 forwards: five matmuls, one of them the scores again. That is how
+    FlashAttention's papers count; exp and the rest are not in it.
+    """
+    pairs = shape.batch * shape.heads * shape.tokens**2
+    return 4 * pairs * shape.d * (0.5 if shape.causal else 1) * (2.5 if backward else 1)
+
+
+def decode_bytes(batch: int, key_heads: int, tokens: int, d: int, itemsize: int) -> int:
+    """Return the bytes of K and V, which decoding one query a head reads once."""
+    return 2 * batch * key_heads * tokens * d * itemsize
+
+
+def softmax_bytes(elements: int, itemsize: int) -> int:
+    """Return the bytes of reading x and writing y once, whatever a method really moves."""
+    return 2 * elements * itemsize
+
+
+#: Passes over device memory an element, reads and writes together.
+SOFTMAX_TRIPS = {"naive": 4, "fused": 2, "online": 3, "cluster": 2}
+
+
+class Decode(NamedTuple):
+    """One query a head against a cache of `tokens` keys, with grouped heads."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    tokens: int
+    d: int = 128
+
+
+class Target(NamedTuple):
+    """A device row: the speed of the best peer seen, as a ratio to cuDNN's in the same run."""
+
+    shape: AttentionShape
+    backward: bool
+    over_cudnn: float
+
+
+#: Tokens and width of every device row: batch * tokens and heads * d.
+DEVICE_TOKENS, DEVICE_WIDTH = 16384, 2048
+#: A target is met at this much below it: what repeated runs differ by.
+TARGET_SLACK = 0.01
+
+# The best of cuDNN (torch SDPA), FlashAttention-2 (torch SDPA) and FlashAttention-4 over cuDNN, on
+# an H200, bfloat16: for (backward, d), columns are tokens 512, 2048, 8192, 16384, each full then
+# causal.
+_OVER_CUDNN = {
+    (False, 64): (1.00, 1.00, 1.00, 1.00, 1.14, 1.11, 1.12, 1.10),
+    (False, 128): (1.00, 1.00, 1.00, 1.00, 1.08, 1.03, 1.06, 1.00),
+    (False, 256): (1.00, 1.00, 1.06, 1.03, 1.00, 1.18, 1.01, 1.06),
+    (True, 64): (1.18, 1.26, 1.18, 1.22, 1.14, 1.19, 1.19, 1.21),
+    (True, 128): (1.05, 1.13, 1.03, 1.13, 1.11, 1.08, 1.12, 1.07),
+    (True, 256): (1.04, 1.00, 1.00, 1.00, 1.01, 1.00, 1.03, 1.00),
+}
+_COLUMNS = [(tokens, causal) for tokens in (512, 2048, 8192, 16384) for causal in (False, True)]
+
+
+def _device_shape(tokens: int, d: int, causal: bool) -> AttentionShape:
+    batch, heads = DEVICE_TOKENS // tokens, DEVICE_WIDTH // d
+    return AttentionShape(batch, heads, tokens, d, causal, "bfloat16")
+
+
+ATTENTION_TARGETS = tuple(
+    Target(_device_shape(tokens, d, causal), backward, ratio)
+    for (backward, d), ratios in _OVER_CUDNN.items()
+    for (tokens, causal), ratio in zip(_COLUMNS, ratios, strict=True)
+)
+
+#: float32 and float64 on the device, where peers exist but in part.
+WIDE_ATTENTION = (
+    AttentionShape(2, 16, 4096, 64, dtype="float32"),
+    AttentionShape(2, 16, 4096, 128, dtype="float32"),
+    AttentionShape(1, 16, 4096, 64, dtype="float64"),
+)
+
+#: bfloat16 decoding.
+DECODE = (
+    Decode(1, 32, 8, 65536),
+    Decode(8, 32, 8, 8192),
+    Decode(64, 32, 8, 8192),
+    Decode(1, 32, 32, 65536),
+)
+
+#: Softmax over the last axis of (SOFTMAX_ELEMENTS / n, n), on the device.
+SOFTMAX_ELEMENTS = 2**29
+SOFTMAX_LENGTHS = (*(2**i for i in (7, 10, 11, 12, 13, 14, 15, 16, 17, 18)), 2**20)
+
+#: The host engine: long attention, short attention of many heads, dtypes and softmax.
+HOST_ATTENTION = AttentionShape(1, 8, 4096, 64)
+HOST_LONG_TOKENS = 16384
+HOST_SHORT = tuple(
+    AttentionShape(batch, heads, tokens, 64)
+    for batch, heads in ((1, 12), (8, 8), (64, 8), (64, 12))
+    for tokens in (16, 32, 64, 128)
+)
+HOST_DTYPES = tuple(
+    AttentionShape(1, 8, 1024, 64, dtype=dtype) for dtype in ("float64", "float16", "bfloat16")
+)
+HOST_SOFTMAX_ELEMENTS = 2**22
+HOST_SOFTMAX_LENGTHS = (2**4, 2**7, 2**10, 2**13, 2**16, 2**20)
+
+
+def meets(ratio: float, target: float) -> bool:
+    """Tell whether a measured median ratio meets a target."""
+    return ratio >= target - TARGET_SLACK or math.isclose(ratio, target - TARGET_SLACK)

@@ -1,0 +1,129 @@
+"""Result rows: printed as a table, kept as CSV with the environment they were measured in."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._version import __version__
+
+Row = Mapping[str, Any]
+
+_PEER_LIBRARIES = ("scipy", "torch", "jax")
+
+
+def host_environment() -> dict[str, str]:
+    """Describe the machine and the libraries of a measurement on the host."""
+    from ..host.threads import worker_count
+
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return {
+        "machine": _cpu_name(),
+        "cpus": str(worker_count()),
+        "numpy": np.__version__,
+        "blas": f"{blas['name']} {blas['version']}",
+        **_software(),
+    }
+
+
+def device_environment() -> dict[str, str]:
+    """Describe the GPU and the libraries of a measurement on the current device."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+    return {
+        "machine": properties["name"].decode(),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cupy": cupy.__version__,
+        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        **_software(),
+    }
+
+
+def _software() -> dict[str, str]:
+    peers = [
+        f"{name} {sys.modules[name].__version__}" for name in _PEER_LIBRARIES if name in sys.modules
+    ]
+    return {
+        "peers": "; ".join(peers),
+        "python": platform.python_version(),
+        "cuflash": __version__,
+        "revision": _revision(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _revision() -> str:
+    """Return the commit of the checkout this package runs from, "+" if changed since, or ""."""
+    here = Path(__file__).resolve().parent
+    commit = _output("git", "-C", str(here), "rev-parse", "--short", "HEAD")
+    changed = commit and _output("git", "-C", str(here), "status", "--porcelain", "-uno")
+    return f"{commit}+" if changed else commit
+
+
+def _output(program: str, *arguments: str) -> str:
+    """Return the first line that a program prints, or "" where it is missing or fails."""
+    if shutil.which(program) is None:
+        return ""
+    result = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    return result.stdout.partition("\n")[0].strip() if result.returncode == 0 else ""
+
+
+def write_rows(
+    folder: Path, subject: str, rows: Sequence[Row], environment: Mapping[str, str]
+) -> Path:
+    """Write ``folder/<machine>/<subject>.csv``, every row with its environment.
+
+    Rows may have different columns; a column that a row lacks is left empty.
+
+    Returns
+    -------
+    pathlib.Path
+        The file, replaced as a whole.
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", environment["machine"].lower()).strip("-")
+    path = folder / slug / f"{subject}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(column for row in [*rows, environment] for column in row))
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: _text(value) for name, value in {**row, **environment}.items()})
+    return path
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Lay rows of the same columns out as text, one line each below a line of names."""
+    cells = [{name: _text(value) for name, value in row.items()} for row in rows]
+    if not cells:
+        return ""
+    widths = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in cells[0]}
+    lines = [{name: name for name in widths}, *cells]
+    return "\n".join(
+        "  ".join(line[name].ljust(width) for name, width in widths.items()).rstrip()
+        for line in lines
+    )
+
+
+def _text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
