@@ -329,20 +329,24 @@ def _check_outputs(
     for name, shape, dtypes in (
         ("out", problem.out_shape, out_dtypes),
         ("lse", problem.lse_shape, [acc]),
-        ("workspace", None, [np.dtype(np.uint8)]),
     ):
-        if outputs.get(name) is None:
-            continue
-        spec = ArraySpec.of(outputs[name])
-        if shape is None:
-            if len(spec.shape) != 1 or spec.strides != (spec.dtype.itemsize,):
-                raise ValueError(
-                    f"{name} has shape {spec.shape} and strides {spec.strides}; "
-                    f"one contiguous axis of bytes is needed"
-                )
-            shape = spec.shape
-        require_output(name, spec, shape, dtypes)
+        if outputs.get(name) is not None:
+            require_output(name, ArraySpec.of(outputs[name]), shape, dtypes)
+    if outputs.get("workspace") is not None:
+        _check_workspace(ArraySpec.of(outputs["workspace"]))
     interop.refuse_overlap(outputs, arrays._asdict())
+
+
+def _check_workspace(spec: ArraySpec) -> None:
+    """Raise unless an array is bytes end to end."""
+    # Strides of axes without a second element are whatever its library likes.
+    if len(spec.shape) != 1 or (spec.shape[0] > 1 and spec.strides != (spec.dtype.itemsize,)):
+        raise ValueError(
+            f"workspace has shape {spec.shape} and strides {spec.strides}; "
+            f"one contiguous axis of bytes is needed"
+        )
+    if spec.dtype != np.uint8:
+        raise TypeError(f"workspace has dtype {spec.dtype}; an array of uint8 is needed")
 
 
 def _result_strides(problem: AttentionProblem, q_strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -363,9 +367,9 @@ def _group_heads(arrays: AttentionArrays) -> tuple[AttentionArrays, tuple[int, i
         raise ValueError(
             f"v has {value_heads} heads but k has {key_heads}; enable_gqa needs as many"
         )
-    if key_heads == 0 or query_heads % key_heads:
+    if query_heads % key_heads if key_heads else query_heads:
         raise ValueError(f"q has {query_heads} heads, no multiple of the {key_heads} of k")
-    heads = (key_heads, query_heads // key_heads)
+    heads = (key_heads, query_heads // key_heads if key_heads else 1)
     split = dict(
         q=_split_axis("q", arrays.q, -3, heads, required=True),
         k=_split_axis("k", arrays.k, -3, (key_heads, 1), required=True),

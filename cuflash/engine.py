@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -64,6 +65,7 @@ class Engine(Protocol):
         """Fill (out, lse) with attention over the union of the parts' key sets."""
 
 
+@cache
 def load(name: str) -> Engine:
     """Import the engine "host" or "device"."""
     return cast(Engine, importlib.import_module(f".{name}", __package__))

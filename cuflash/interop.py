@@ -374,31 +374,35 @@ def _shadow(x: Any) -> np.ndarray:
 
 
 def _address(x: Any) -> int:
-    return x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x.data.ptr
+    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
 
 
 def _bounds(x: Any) -> tuple[int, int]:
     """Return the addresses between which all elements of a native array lie."""
     low = high = _address(x)
+    if x.flags.c_contiguous:
+        return low, low + x.nbytes
     for size, stride in zip(x.shape, x.strides, strict=True):
         if stride < 0:
             low += stride * (size - 1)
         else:
             high += stride * (size - 1)
-    return low, high + x.dtype.itemsize
+    return (low, high + x.dtype.itemsize) if x.size else (low, low)
 
 
 def shares_memory(a: Any, b: Any) -> bool:
     """Tell by bounded work whether two native arrays share an element; undecided counts as yes."""
-    if not a.size or not b.size:
-        return False
-    (a_low, a_high), (b_low, b_high) = _bounds(a), _bounds(b)
-    if a_high <= b_low or b_high <= a_low:
-        return False
-    a, b = _shadow(a), _shadow(b)
+    return _meet(_bounds(a), _bounds(b)) and _share_elements(a, b)
+
+
+def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def _share_elements(a: Any, b: Any) -> bool:
     try:
         # The stub knows only the two special values of max_work.
-        return bool(np.shares_memory(a, b, max_work=_OVERLAP_WORK))  # type: ignore[arg-type]
+        return bool(np.shares_memory(_shadow(a), _shadow(b), max_work=_OVERLAP_WORK))  # type: ignore[arg-type]
     except (np.exceptions.TooHardError, OverflowError):
         return True
 
@@ -425,20 +429,19 @@ def overlaps_itself(x: Any) -> bool:
 
 def refuse_overlap(outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
     """Raise ValueError if an output shares an element with an input, another output or itself."""
-    named = {name: x for name, x in outputs.items() if x is not None and x.size}
-    done: dict[str, Any] = {}
-    for name, x in named.items():
+    taken: list[tuple[str, Any, tuple[int, int]]] | None = None
+    for name, x in outputs.items():
+        if x is None or not x.size:
+            continue
         if overlaps_itself(x):
             raise ValueError(
                 f"{name} has several indices for one element (strides {x.strides}); "
                 f"it cannot be written to"
             )
-        for other, y in (*inputs.items(), *done.items()):
-            if (
-                y is not None
-                and not isinstance(y, numbers.Real)
-                and type(y) is type(x)
-                and shares_memory(x, y)
-            ):
+        if taken is None:  # numbers, and arrays of the host beside a device's, cannot overlap
+            taken = [(other, y, _bounds(y)) for other, y in inputs.items() if type(y) is type(x)]
+        bounds = _bounds(x)
+        for other, y, theirs in taken:
+            if _meet(bounds, theirs) and _share_elements(x, y):
                 raise ValueError(f"{name} shares memory with {other}")
-        done[name] = x
+        taken.append((name, x, bounds))

@@ -40,13 +40,10 @@ class ArraySpec(NamedTuple):
     @classmethod
     def of(cls, x: Any) -> Self:
         """Describe an array, or anything with `shape`, `dtype` and, unless C order, `strides`."""
-        shape, dtype = tuple(x.shape), np.dtype(x.dtype)
-        strides = getattr(x, "strides", None)
-        return cls(
-            shape,
-            tuple(strides) if strides is not None else c_strides(shape, dtype.itemsize),
-            dtype,
-        )
+        shape, strides, dtype = tuple(x.shape), getattr(x, "strides", None), np.dtype(x.dtype)
+        if strides is None:
+            strides = c_strides(shape, dtype.itemsize)
+        return cls(shape, tuple(strides), dtype)
 
     def broadcast_to(self, shape: tuple[int, ...], name: str) -> Self:
         """Return the spec of `numpy.broadcast_to(x, shape)`, or raise ValueError naming it."""
@@ -253,13 +250,18 @@ class AttentionProblem:
         TypeError, ValueError
             Naming the argument, what came and what is accepted.
         """
-        specs = AttentionArrays(*map(_describe, arrays._fields, arrays))
+        specs = AttentionArrays(
+            *[
+                x if x is None else _describe(name, x)
+                for name, x in zip(arrays._fields, arrays, strict=True)
+            ]
+        )
         options = (scale, causal, _window(window), softcap, num_splits, method)
         describe = _attention_problem if _is_hashable(options) else _attention_problem.__wrapped__
         problem = describe(specs, *options)
         for name, limit in (("query_lengths", problem.tq), ("key_lengths", problem.tk)):
             lengths = getattr(arrays, name)
-            if isinstance(lengths, numbers.Real | np.ndarray):
+            if lengths is not None and isinstance(lengths, numbers.Real | np.ndarray):
                 check_lengths(name, lengths, limit)
         return problem
 
@@ -350,14 +352,14 @@ def _is_hashable(x: object) -> bool:
     return True
 
 
-#: Stands for a Python integer among specs; its value is no part of a problem.
-_INTEGER = ArraySpec((), (), np.dtype(object))
+#: Stands for a Python integer among specs, whose value is no part of a problem. No array has it.
+_INTEGER = ArraySpec((), (-1,), np.dtype(np.int64))
 
 
-def _describe(name: str, x: Any) -> ArraySpec | None:
-    if x is None:
-        return None
-    if isinstance(x, numbers.Real):
+def _describe(name: str, x: Any) -> ArraySpec:
+    if isinstance(x, ArraySpec):
+        return x
+    if not isinstance(x, np.ndarray) and isinstance(x, numbers.Real):
         integer(name, x)
         return _INTEGER
     return ArraySpec.of(x)

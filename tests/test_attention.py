@@ -6,7 +6,6 @@ from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import array_api_strict
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,6 +15,15 @@ import cuflash
 from cuflash import flash_attention, workspace_size
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def strict_array(x: Any) -> Any:
+    """Return an array of a library that is none of those known by name."""
+    import array_api_strict  # tests of GPU machines may do without it
+
+    return array_api_strict.asarray(x)
+
+
 SENTINEL = 77
 
 
@@ -186,7 +194,7 @@ OTHER_LIBRARY = [
     bad_from(
         argument,
         TypeError,
-        lambda _, argument=argument, x=x: {argument: array_api_strict.asarray(x)},
+        lambda _, argument=argument, x=x: {argument: strict_array(x)},
         "array_api_strict",
     )
     for argument, x in {
@@ -241,6 +249,7 @@ REFUSED_OUTPUTS = [
     *bad("lse", ValueError, frozen(ones(2, 4, 5)), message="read-only"),
     bad_from("lse", ValueError, lambda x: {"lse": x["k"][..., :5, 0]}, "shares memory with k"),
     *bad("workspace", TypeError, bytearray(9), ones(9), ones(9, dtype="i1"), ones(9, dtype="?")),
+    *bad("workspace", TypeError, ones(9, dtype="i1"), message="an array of uint8 is needed"),
     *bad("workspace", ValueError, ones(3, 3, dtype="u1"), ones(), ones(18, dtype="u1")[::2]),
     *bad("workspace", ValueError, frozen(ones(9, dtype="u1")), message="read-only"),
     bad_from(
@@ -300,6 +309,16 @@ def test_subclasses_with_other_arithmetic_are_refused(kind: type[np.ndarray]) ->
     x = ones(5, 8).view(kind)
     with pytest.raises(TypeError, match=rf"^q is a {kind.__name__}"):
         flash_attention(x, ones(5, 8), ones(5, 8))
+
+
+def test_a_workspace_of_the_size_asked_for() -> None:
+    """On the host that is nothing, where an array's stride means nothing."""
+    x = operands()
+    for size in (workspace_size(**x), 1):
+        for workspace in (np.empty(size, np.uint8), as_strided(np.empty(9, "u1"), (size,), (7,))):
+            np.testing.assert_array_equal(
+                flash_attention(**x, workspace=workspace), flash_attention(**x)
+            )
 
 
 def test_too_small_a_workspace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,6 +486,19 @@ def test_the_result_has_any_axis_order_of_q(axes: tuple[int, ...]) -> None:
     q = np.ones([shape[axis] for axis in axes], np.float32).transpose(np.argsort(axes))
     assert q.shape == shape
     assert flash_attention(q, q, q).transpose(axes).flags.c_contiguous
+
+
+@pytest.mark.parametrize("key_heads", [0, 2])
+def test_no_grouped_heads(key_heads: int) -> None:
+    q, k = np.ones((3, 0, 5, 8)), np.ones((3, key_heads, 6, 8))
+    options: Any = {"sinks": np.ones(0), "mask": np.ones((1, 5, 6), bool), "enable_gqa": True}
+    out, lse = np.empty((3, 0, 5, 8)), np.empty((3, 0, 5))
+    given = flash_attention(q, k, k, out=out, lse=lse, **options)
+    assert given[0] is out
+    assert given[1] is lse
+    for function in (flash_attention, cuflash.baselines.materialized_attention):
+        results = function(q, k, k, return_lse=True, **options)
+        assert [x.shape for x in results] == [(3, 0, 5, 8), (3, 0, 5)]
 
 
 def test_grouped_heads_are_broadcasting_and_options_use_the_heads_of_q() -> None:

@@ -146,6 +146,19 @@ def test_attention_in_other_precisions(dtype: str, tolerance: float, folder: Pat
     assert 0 < abs(got - expected).max() < tolerance
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-5), ("float16", 5e-3), ("bfloat16", 4e-2)]
+)
+def test_embeddings_on_the_device(dtype: str, tolerance: float, folder: Path) -> None:
+    import cupy
+
+    expected = minilm.Model(folder)(TEXTS)
+    got = minilm.Model(folder, cupy, attention_dtype=np.dtype(dtype))(TEXTS)
+    assert isinstance(got, cupy.ndarray)
+    assert abs(got.get() - expected).max() < tolerance
+
+
 def test_check_sees_a_difference(folder: Path, tmp_path: Path) -> None:
     model = minilm.Model(folder)
     embeddings = model(TEXTS)

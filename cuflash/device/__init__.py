@@ -1,0 +1,18 @@
+"""The CuPy engine: problems become plans, plans become launches of the kernels."""
+
+from .attention import attention, attention_methods, attention_workspace
+from .baselines import materialized_attention
+from .memory import empty
+from .online import merge_attention, merge_softmax
+from .softmax import softmax
+
+__all__ = [
+    "attention",
+    "attention_methods",
+    "attention_workspace",
+    "empty",
+    "materialized_attention",
+    "merge_attention",
+    "merge_softmax",
+    "softmax",
+]

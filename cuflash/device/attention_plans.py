@@ -1,0 +1,528 @@
+"""What to launch for an attention problem: tiles and split counts as data, each with its reason.
+
+As in `plans`, a plan depends on shapes, strides, dtypes, options and the limits of a device, never
+on values, and making one needs no GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from ..problem import ArraySpec, AttentionProblem, accumulator
+from .compiler import KernelName, Launch
+from .executor import DeviceLimits
+from .parameters import (
+    ATTENTION_PARAMETERS,
+    COMBINE_EVEN,
+    COMBINE_LISTED,
+    FLOAT_TYPES,
+    UNLIMITED,
+    BatchPlan,
+    Slots,
+    as_words,
+    write_array,
+)
+from .plans import C_TYPES
+
+# ------------------------------------------------------------------------------------- simt: tiles
+
+
+@dataclass(frozen=True, slots=True)
+class SimtTile:
+    """The tile of `forward_simt`, `SimtTile` in the kernel.
+
+    A thread owns `rows` query rows and `columns` keys, a warp 4 x 8 threads, a block `warps` warps.
+    Shared memory holds `features` features of queries and keys at a time and `values` columns of v.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    features: int
+    values: int
+    blocks: int
+    chunked: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernel cannot be compiled for."""
+        for name, multiple in (("features", 16), ("values", 32)):
+            if getattr(self, name) % multiple:
+                raise ValueError(
+                    f"{name} must be a multiple of {multiple}, got {getattr(self, name)}"
+                )
+        if not 1 <= self.warps <= 32:
+            raise ValueError(f"warps must lie in 1..32, got {self.warps}")
+
+    @property
+    def queries(self) -> int:
+        """Query rows of a block."""
+        return 4 * self.rows * self.warps
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return 8 * self.columns
+
+    @property
+    def expression(self) -> str:
+        """The tile as a C++ type."""
+        numbers = (self.rows, self.columns, self.warps, self.features, self.values, self.blocks)
+        return f"cuflash::SimtTile<{', '.join(map(str, numbers))}, {str(self.chunked).lower()}>"
+
+    def shared_bytes(self, itemsize: int, chunks: int) -> int:
+        """Return the dynamic shared memory of a block that holds `chunks` chunks of its queries."""
+        row = self.features + 16 // itemsize
+        keys = self.keys * (row + self.values)
+        weights = self.queries * (self.keys + 8)
+        return itemsize * (keys + weights + chunks * self.queries * row)
+
+
+class SimtChoice(NamedTuple):
+    """A row of the table: the most queries, features and value columns that take the tile."""
+
+    accumulator: str
+    queries: float
+    features: float
+    values: float
+    tile: SimtTile
+    reason: str
+
+
+#: The first row that fits a problem is taken; value columns past the last one are further blocks.
+SIMT_TILES = (
+    SimtChoice(
+        "float32", 16, math.inf, 64, SimtTile(1, 8, 4, 64, 64, 3, True),
+        "decoding waits for memory: 16 rows, so that few lanes compute for rows that are not there",
+    ),
+    SimtChoice(
+        "float32", 16, math.inf, math.inf, SimtTile(1, 8, 4, 64, 128, 2, True),
+        "as above; more than 128 columns of v would not leave 64 KB (sm_75)",
+    ),
+    SimtChoice(
+        "float32", math.inf, 32, 32, SimtTile(8, 4, 4, 32, 32, 2, False),
+        "8 x 4 scores a thread: 12 shared accesses for 128 FMA, in three quarters of their time",
+    ),
+    SimtChoice(
+        "float32", math.inf, 64, 64, SimtTile(8, 4, 4, 64, 64, 2, False),
+        "as above, and 64 accumulators of out: 8 x 8 scores, or a third block, would spill",
+    ),
+    SimtChoice(
+        "float32", math.inf, math.inf, math.inf, SimtTile(4, 8, 4, 64, 128, 2, True),
+        "half the rows for twice the columns of v: again 64 accumulators of out",
+    ),
+    SimtChoice(
+        "float64", 16, math.inf, 64, SimtTile(1, 4, 4, 64, 64, 3, True),
+        "decoding, as in float32, in twice the bytes",
+    ),
+    SimtChoice(
+        "float64", 16, math.inf, math.inf, SimtTile(1, 4, 4, 64, 128, 2, True),
+        "decoding, as in float32; 32 keys keep it in 64 KB",
+    ),
+    SimtChoice(
+        "float64", math.inf, 32, 32, SimtTile(4, 4, 4, 32, 32, 2, False),
+        "a number takes two registers, and an FMA twice the time: half the rows suffice",
+    ),
+    SimtChoice(
+        "float64", math.inf, 64, 64, SimtTile(4, 4, 4, 64, 64, 2, False),
+        "as above; 4 x 8 scores would spill beside the sums by blocks of features",
+    ),
+    SimtChoice(
+        "float64", math.inf, math.inf, math.inf, SimtTile(2, 4, 4, 64, 128, 2, True),
+        "half the rows for twice the columns of v; 4 rows spill",
+    ),
+)  # fmt: skip
+
+#: Shared memory of a block that is not its own dynamic one: 1 KB of the system, and `BlockWork`.
+_RESERVED_SHARED = 2048
+#: Blocks a multiprocessor from which on keys are left whole: what it runs at once.
+_WAVE = 2
+#: Least key tiles of a share: below, writing and merging partial results costs more than it gains.
+_SHARE_TILES = 4
+
+
+def simt_tile(problem: AttentionProblem, limits: DeviceLimits) -> SimtTile:
+    """Return the first tile of the table that fits the problem and a block's shared memory."""
+    acc = accumulator(problem.dtype)
+    for choice in SIMT_TILES:
+        if (
+            choice.accumulator == acc.name
+            and problem.tq <= choice.queries
+            and problem.d <= choice.features
+            and problem.dv <= choice.values
+            and choice.tile.shared_bytes(acc.itemsize, 1)
+            <= limits.shared_per_block - _RESERVED_SHARED
+        ):
+            return choice.tile
+    # Small shared memory (64 KB before sm_80): the smallest tile takes any problem.
+    return next(
+        choice.tile
+        for choice in SIMT_TILES
+        if choice.accumulator == acc.name and choice.values == math.inf
+    )
+
+
+_SCORES = ("PlainScore", "RangedScore", "FullScore")
+
+
+def _score(problem: AttentionProblem) -> str:
+    """Return the score pipeline that has what the problem asks for, and little else."""
+    pairwise = (problem.softcap, problem.bias, problem.alibi_slopes, problem.mask)
+    bounds = (problem.left, problem.right, problem.key_lengths, problem.query_lengths)
+    if any(option is not None for option in pairwise):
+        return "FullScore"
+    return "RangedScore" if any(option is not None for option in bounds) else "PlainScore"
+
+
+def _forward_simt(dtype: np.dtype, score: str, tile: SimtTile) -> KernelName:
+    c_type, acc = C_TYPES[dtype.name], C_TYPES[accumulator(dtype).name]
+    return KernelName(
+        "attention/forward_simt.cu",
+        f"cuflash::forward_simt<{c_type}, cuflash::{score}<{acc}>, {tile.expression}>",
+    )
+
+
+def _combine(kernel: str) -> KernelName:
+    return KernelName("attention/combine.cu", f"cuflash::{kernel}")
+
+
+def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
+    """Yield every kernel that a plan for q, k, v of this dtype, or a merge of them, can launch."""
+    acc = accumulator(dtype)
+    for choice, score in product(SIMT_TILES, _SCORES):
+        if choice.accumulator == acc.name:
+            yield _forward_simt(dtype, score, choice.tile)
+    for parts in ("ListedParts", "EvenParts"):
+        yield _combine(f"combine<{C_TYPES[acc.name]}, cuflash::{parts}>")
+    yield _combine(f"combine_states<{C_TYPES[acc.name]}>")
+
+
+def _splits(problem: AttentionProblem, tile: SimtTile, limits: DeviceLimits) -> int:
+    """Return the number of shares of the keys."""
+    tiles = -(-problem.tk // tile.keys)
+    if problem.num_splits is not None:
+        return max(1, min(problem.num_splits, tiles))
+    blocks = (
+        math.prod(problem.batch_shape)
+        * -(-problem.tq // tile.queries)
+        * max(1, -(-problem.dv // tile.values))
+    )
+    wanted = _WAVE * limits.multiprocessors // max(blocks, 1)
+    return max(1, min(wanted, tiles // _SHARE_TILES))
+
+
+# ------------------------------------------------------------------------------------------- plans
+
+#: Operands in the order of their pointers; `out` and `lse` are the arrays to fill.
+_OPERANDS = (
+    "q", "k", "v", "mask", "bias", "alibi_slopes", "sinks",
+    "query_offset", "query_lengths", "key_lengths", "out", "lse",
+)  # fmt: skip
+_MATRIX_AXES = {"q": 2, "k": 2, "v": 2, "mask": 2, "bias": 2, "out": 2, "lse": 1}
+INTEGER_OPTIONS = ("query_offset", "query_lengths", "key_lengths")
+_FORWARD_SLOTS = Slots(
+    ATTENTION_PARAMETERS,
+    [f"{'score.' * (3 <= i < 10)}{name}.data" for i, name in enumerate(_OPERANDS)]
+    + [f"score.{name}.value" for name in INTEGER_OPTIONS],
+)
+_EVEN_SLOTS = Slots(COMBINE_EVEN, ["out.data", "lse.data", "parts.out.data", "parts.lse.data"])
+#: Partial results begin at a multiple of this.
+_ALIGNMENT = 16
+_WARP = 32
+#: Threads of a block that merges: enough to hide the latency of reading the parts.
+_COMBINE_THREADS = 256
+
+
+@lru_cache(maxsize=4096)
+def workspace_bytes(problem: AttentionProblem, limits: DeviceLimits) -> int:
+    """Return the bytes of partial results: (out, lse) of every row for each share of the keys."""
+    splits = _splits(problem, simt_tile(problem, limits), limits)
+    rows = math.prod(problem.lse_shape)
+    if splits == 1 or not rows:
+        return 0
+    itemsize = accumulator(problem.dtype).itemsize
+    return splits * rows * (problem.dv + 1) * itemsize + _ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionPlan:
+    """The launches of one attention call.
+
+    `forward` is None if there is nothing to write, `combine` unless the keys are split.
+    """
+
+    method: str
+    tile: SimtTile
+    splits: int
+    workspace: int
+    batch: BatchPlan
+    itemsizes: tuple[int, ...]
+    forward: Launch | None
+    combine: Launch | None
+    _forward_block: np.ndarray
+    _combine_block: np.ndarray | None
+    _defaults: tuple[int, int, int]
+    _lse_start: int
+    """Bytes from the partial results' out to their lse."""
+
+    def __post_init__(self) -> None:
+        """Refuse a plan that would leave partial results unmerged, or merge what nobody wrote."""
+        if (self.splits > 1) != (self.combine is not None):
+            raise ValueError(f"{self.splits} shares of the keys with the merge {self.combine}")
+        if self.combine is not None and self.forward is not None and not self.workspace:
+            raise ValueError("partial results need a workspace")
+
+    def launches(
+        self, pointers: Sequence[int], integers: Sequence[int | None], workspace: int
+    ) -> Iterator[tuple[Launch, np.ndarray]]:
+        """Yield kernels and their parameter blocks, in order.
+
+        Parameters
+        ----------
+        pointers : sequence of int
+            Addresses of q, k, v, mask, bias, alibi_slopes, sinks, query_offset, query_lengths,
+            key_lengths, out and lse; 0 for what is absent or a number.
+        integers : sequence of int or None
+            The last three options where they are numbers.
+        workspace : int
+            Address of `self.workspace` bytes; 0 if that is 0.
+        """
+        if self.forward is None:
+            return
+        values = [
+            default if value is None else value
+            for value, default in zip(integers, self._defaults, strict=True)
+        ]
+        partial_out = -(-workspace // _ALIGNMENT) * _ALIGNMENT
+        partial_lse = partial_out + self._lse_start
+        for shifts in self.batch.shifts():
+            places = [
+                pointer and pointer + shift * itemsize
+                for pointer, shift, itemsize in zip(pointers, shifts, self.itemsizes, strict=True)
+            ]
+            results = places[10:]
+            if self.combine is not None:
+                places[10:] = [partial_out, partial_lse]
+            yield self.forward, _FORWARD_SLOTS.fill(self._forward_block, [*places, *values])
+            if self.combine is not None and self._combine_block is not None:
+                numbers = [*results, partial_out, partial_lse]
+                yield self.combine, _EVEN_SLOTS.fill(self._combine_block, numbers)
+
+
+@lru_cache(maxsize=4096)
+def plan_attention(
+    problem: AttentionProblem, out: ArraySpec, lse: ArraySpec | None, limits: DeviceLimits
+) -> AttentionPlan:
+    """Plan one attention call.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        Its lengths and offsets, if arrays, are arrays of the device.
+    out, lse : ArraySpec
+        The arrays to fill; `lse` may be absent.
+    limits : DeviceLimits
+        The device.
+
+    Returns
+    -------
+    AttentionPlan
+        Without launches if there is nothing to write.
+    """
+    acc = accumulator(problem.dtype)
+    tile = simt_tile(problem, limits)
+    splits = _splits(problem, tile, limits)
+    row_tiles = -(-problem.tq // tile.queries)
+    column_tiles = max(1, -(-problem.dv // tile.values))
+    named = {name: getattr(problem, name) for name in _OPERANDS[:10]} | {"out": out, "lse": lse}
+    specs = tuple(named.values())
+    blocks_per_entry = max(1, row_tiles * column_tiles * splits)
+    batch = BatchPlan.of(problem.batch_shape, specs, max(1, limits.blocks // blocks_per_entry))
+    rows = batch.entries * problem.tq
+
+    block = ATTENTION_PARAMETERS.zeros()
+    fields = block[0]
+    score = fields["score"]
+    batch.write(fields["batch"])
+    fields["grid"]["row_tiles"] = row_tiles
+    fields["grid"]["column_tiles"] = column_tiles
+    fields["grid"]["splits"] = splits
+    for (name, spec), strides in zip(named.items(), batch.strides, strict=True):
+        if spec is not None:
+            parent = fields if name in fields.dtype.names else score
+            write_array(parent[name], spec, strides, _MATRIX_AXES.get(name, 0))
+    fields["features"], fields["values"] = problem.d, problem.dv
+    fields["out_is_wide"] = splits > 1 or out.dtype != problem.dtype
+    score["queries"], score["keys"] = problem.tq, problem.tk
+    for name, side in (("left", problem.left), ("right", problem.right)):
+        score[name] = UNLIMITED if side is None else min(side, UNLIMITED)
+    score["scale"], score["softcap"] = problem.scale, problem.softcap or 0
+    score["default_offset"] = problem.query_offset is None
+
+    combine_block = None
+    if splits > 1:
+        combine_block = _even_block(problem, out, lse, batch, splits)
+        parts = combine_block[0]["parts"]
+        for name in ("out", "lse"):
+            fields[name] = parts[name]
+            fields[f"{name}_split"] = parts[f"{name}_step"]
+
+    held = _held_chunks(problem, tile, limits)
+    fields["queries_stay"] = held * tile.features >= problem.d
+    empty = not rows * math.prod(batch.outer_sizes)
+    return AttentionPlan(
+        method="simt",
+        tile=tile,
+        splits=splits,
+        workspace=workspace_bytes(problem, limits),
+        batch=batch,
+        itemsizes=tuple(0 if spec is None else spec.dtype.itemsize for spec in specs),
+        forward=None
+        if empty
+        else Launch(
+            _forward_simt(problem.dtype, _score(problem), tile),
+            grid=blocks_per_entry * batch.entries,
+            block=32 * tile.warps,
+            shared_bytes=tile.shared_bytes(acc.itemsize, held),
+        ),
+        combine=None
+        if splits == 1
+        else _combine_launch(
+            f"combine<{C_TYPES[acc.name]}, cuflash::EvenParts>", batch, problem.tq, _WARP
+        ),
+        _forward_block=as_words(block),
+        _combine_block=None if combine_block is None else as_words(combine_block),
+        _defaults=(0, problem.tq, problem.tk),
+        _lse_start=splits * rows * problem.dv * acc.itemsize,
+    )
+
+
+def _held_chunks(problem: AttentionProblem, tile: SimtTile, limits: DeviceLimits) -> int:
+    """Return how many chunks of its queries a block holds.
+
+    All of them if that costs no block of its multiprocessor, else one, read again for each key
+    tile: from the L2 cache, as the keys are.
+    """
+    chunks = -(-problem.d // tile.features)
+    share = limits.shared_per_sm // tile.blocks - _RESERVED_SHARED
+    needed = tile.shared_bytes(accumulator(problem.dtype).itemsize, chunks)
+    return chunks if needed <= min(share, limits.shared_per_block) else 1
+
+
+def _even_block(
+    problem: AttentionProblem,
+    out: ArraySpec,
+    lse: ArraySpec | None,
+    batch: BatchPlan,
+    splits: int,
+) -> np.ndarray:
+    """Return the parameters that merge partial results: C order of share, entry, row, column."""
+    acc = accumulator(problem.dtype)
+    block = COMBINE_EVEN.zeros()
+    fields = block[0]
+    batch.write(fields["batch"])
+    fields["rows"], fields["values"] = problem.tq, problem.dv
+    write_array(fields["out"], out, batch.strides[-2], 2)
+    if lse is not None:
+        write_array(fields["lse"], lse, batch.strides[-1], 1)
+    parts = fields["parts"]
+    parts["count"] = splits
+    for name, row in (("out", problem.dv), ("lse", 1)):
+        entry = problem.tq * row
+        dense = parts[name]
+        dense["batch_stride"][: len(batch.sizes)] = batch.dense_strides(entry)
+        dense["row_stride"], dense["column_stride"] = row, 1
+        dense["type"] = FLOAT_TYPES.index(acc.name)
+        parts[f"{name}_step"] = batch.entries * entry
+    return block
+
+
+def _combine_launch(kernel: str, batch: BatchPlan, rows: int, lanes: int) -> Launch:
+    """Return the launch of a merge, `lanes` threads a row."""
+    threads = -(-min(rows * lanes, _COMBINE_THREADS) // _WARP) * _WARP
+    return Launch(
+        _combine(kernel),
+        grid=batch.entries * -(-rows // (threads // lanes)),
+        block=threads,
+    )
+
+
+# ------------------------------------------------------------------------------------------ merges
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergePlan:
+    """The launch that merges up to `LISTED_PARTS` parts; None if there is nothing to write."""
+
+    launch: Launch | None
+    batch: BatchPlan
+    itemsizes: tuple[int, ...]
+    _slots: Slots
+    _block: np.ndarray
+
+    def launches(self, pointers: Sequence[int]) -> Iterator[tuple[Launch, np.ndarray]]:
+        """Yield the kernel and its parameter block, as often as the engine loops.
+
+        `pointers` are the addresses of the two results, then of the two arrays of each part.
+        """
+        if self.launch is None:
+            return
+        for shifts in self.batch.shifts():
+            places = [
+                pointer + shift * itemsize
+                for pointer, shift, itemsize in zip(pointers, shifts, self.itemsizes, strict=True)
+            ]
+            yield self.launch, self._slots.fill(self._block, places)
+
+
+@lru_cache(maxsize=4096)
+def plan_merge(
+    results: tuple[ArraySpec, ArraySpec],
+    parts: tuple[tuple[ArraySpec, ArraySpec], ...],
+    limits: DeviceLimits,
+) -> MergePlan:
+    """Plan the merge of (out, lse) pairs, or of (normalizer, maximum) pairs, into one.
+
+    The first of each pair has one axis more than the second in attention (columns), and as many in
+    a softmax state; all have the shapes of the results.
+    """
+    out, lse = results
+    acc = accumulator(lse.dtype)
+    columns = len(out.shape) > len(lse.shape)
+    flat = (out, lse, *(spec for part in parts for spec in part))
+    whole = BatchPlan.of(lse.shape, flat, limits.blocks)
+    batch, rows, row_strides = whole.without_rows()
+
+    block = COMBINE_LISTED.zeros()
+    fields = block[0]
+    batch.write(fields["batch"])
+    fields["rows"], fields["values"] = rows, out.shape[-1] if columns else 1
+    listed = fields["parts"]
+    listed["count"] = len(parts)
+    places = [fields["out"], fields["lse"]]
+    places += [listed[name][i] for i in range(len(parts)) for name in ("out", "lse")]
+    for i, (place, spec) in enumerate(zip(places, flat, strict=True)):
+        place["batch_stride"][: len(batch.sizes)] = batch.strides[i]
+        place["row_stride"] = row_strides[i]
+        if columns and i % 2 == 0:
+            place["column_stride"] = spec.strides[-1] // spec.dtype.itemsize
+        place["type"] = FLOAT_TYPES.index(spec.dtype.name)
+
+    c_type = C_TYPES[acc.name]
+    kernel = f"combine<{c_type}, cuflash::ListedParts>" if columns else f"combine_states<{c_type}>"
+    members = [f"parts.{name}[{i}].data" for i in range(len(parts)) for name in ("out", "lse")]
+    return MergePlan(
+        launch=_combine_launch(kernel, batch, rows, _WARP if columns else 1)
+        if math.prod(lse.shape)
+        else None,
+        batch=batch,
+        itemsizes=tuple(spec.dtype.itemsize for spec in flat),
+        _slots=Slots(COMBINE_LISTED, ["out.data", "lse.data", *members]),
+        _block=as_words(block),
+    )

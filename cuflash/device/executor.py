@@ -1,0 +1,122 @@
+"""Where plans run: the limits of a device, and the launch of a kernel on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import cupy
+import numpy as np
+
+from .compiler import Launch, load
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What plans read of a device; bytes are bytes, the rest counts.
+
+    `shared_per_block` is the most that a block can ask for (the opt-in limit), `shared_per_sm` what
+    the blocks on a multiprocessor have together.
+    """
+
+    compute_capability: str
+    multiprocessors: int
+    threads_per_sm: int
+    registers_per_sm: int
+    shared_per_sm: int
+    shared_per_block: int
+    l2_bytes: int
+    blocks: int = 2**31 - 1
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no device has."""
+        for name in ("multiprocessors", "threads_per_sm", "registers_per_sm", "blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.shared_per_block <= self.shared_per_sm:
+            raise ValueError(
+                f"shared_per_block must lie in 1..shared_per_sm ({self.shared_per_sm}), "
+                f"got {self.shared_per_block}"
+            )
+
+
+@cache
+def device_limits(device: int) -> DeviceLimits:
+    """Return what plans read of a device."""
+    attributes = cupy.cuda.Device(device).attributes
+    return DeviceLimits(
+        compute_capability=cupy.cuda.Device(device).compute_capability,
+        multiprocessors=attributes["MultiProcessorCount"],
+        threads_per_sm=attributes["MaxThreadsPerMultiProcessor"],
+        registers_per_sm=attributes["MaxRegistersPerMultiprocessor"],
+        shared_per_sm=attributes["MaxSharedMemoryPerMultiprocessor"],
+        shared_per_block=attributes["MaxSharedMemoryPerBlockOptin"],
+        l2_bytes=attributes["L2CacheSize"],
+        blocks=attributes["MaxGridDimX"],
+    )
+
+
+class Executor(Protocol):
+    """What runs plans: a device, or in the tests the CPU."""
+
+    @property
+    def limits(self) -> DeviceLimits:
+        """What plans read of the device."""
+
+    def address(self, x: Any) -> int:
+        """Return where an array of the executor's library lies."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return an array of bytes, aligned to at least 16."""
+
+    def broadcast_to(self, x: Any, shape: tuple[int, ...]) -> Any:
+        """Return a view of an array, as `numpy.broadcast_to`."""
+
+    def launch(self, launch: Launch, parameters: np.ndarray) -> None:
+        """Start a kernel with a parameter block; an error is raised."""
+
+
+class CurrentDevice:
+    """Runs plans on CuPy's current device and stream."""
+
+    def __init__(self) -> None:
+        self.device = cupy.cuda.runtime.getDevice()
+        self.stream = cupy.cuda.get_current_stream()
+
+    @property
+    def limits(self) -> DeviceLimits:
+        """What plans read of the device."""
+        return device_limits(self.device)
+
+    def address(self, x: Any) -> int:
+        """Return the device pointer of a CuPy array."""
+        return int(x.data.ptr)
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return bytes of CuPy's memory pool."""
+        return cupy.empty(nbytes, np.uint8)
+
+    def broadcast_to(self, x: Any, shape: tuple[int, ...]) -> Any:
+        """Return a view of a CuPy array."""
+        return cupy.broadcast_to(x, shape)
+
+    def launch(self, launch: Launch, parameters: np.ndarray) -> None:
+        """Start a kernel.
+
+        Allocates, synchronises and, after the first call with this kernel, compiles nothing.
+
+        Raises
+        ------
+        cupy.cuda.driver.CUDADriverError
+            The launch was refused.
+        """
+        # CuPy would describe every member of a structured array, at 90 us for these.
+        opaque = parameters.view(np.dtype((np.void, parameters.nbytes)))
+        load(launch.kernel, self.device)(
+            (launch.grid,),
+            (launch.block,),
+            (opaque,),
+            shared_mem=launch.shared_bytes,
+            stream=self.stream,
+        )

@@ -1,0 +1,231 @@
+"""Parameter blocks of the attention kernels, and the batch axes that they describe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..problem import ArraySpec
+from .compiler import ParameterBlock
+
+#: Batch axes that a parameter block has room for, after merging; the engine loops over any others.
+BATCH_AXES = 8
+#: Parts that one launch of the merge takes, with strides and dtypes of their own.
+LISTED_PARTS = 8
+
+#: In the order of `FloatType` and `IntegerType` of the kernels.
+FLOAT_TYPES = ("float64", "float32", "float16", "bfloat16")
+INTEGER_TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+UNLIMITED = 2**61  # kUnlimited: a side of a window
+
+_STRIDES = (np.int64, (BATCH_AXES,))
+BATCH = ParameterBlock("cuflash::BatchAxes", {"size": _STRIDES, "count": np.int32})
+BATCHED_ARRAY = ParameterBlock(
+    "cuflash::BatchedArray",
+    {
+        "data": np.uintp,
+        "batch_stride": _STRIDES,
+        "row_stride": np.int64,
+        "column_stride": np.int64,
+        "type": np.int32,
+    },
+)
+ENTRY_INTEGER = ParameterBlock(
+    "cuflash::EntryInteger",
+    {"data": np.uintp, "batch_stride": _STRIDES, "value": np.int64, "type": np.int32},
+)
+GRID = ParameterBlock(
+    "cuflash::Grid", {"row_tiles": np.int64, "column_tiles": np.int32, "splits": np.int32}
+)
+SCORE_PARAMETERS = ParameterBlock(
+    "cuflash::ScoreParameters",
+    {
+        "queries": np.int64,
+        "keys": np.int64,
+        "left": np.int64,
+        "right": np.int64,
+        "scale": np.float64,
+        "softcap": np.float64,
+        "default_offset": np.int32,
+        "query_offset": ENTRY_INTEGER,
+        "query_lengths": ENTRY_INTEGER,
+        "key_lengths": ENTRY_INTEGER,
+        "mask": BATCHED_ARRAY,
+        "bias": BATCHED_ARRAY,
+        "alibi_slopes": BATCHED_ARRAY,
+        "sinks": BATCHED_ARRAY,
+    },
+)
+ATTENTION_PARAMETERS = ParameterBlock(
+    "cuflash::AttentionParameters",
+    {
+        "batch": BATCH,
+        "grid": GRID,
+        "q": BATCHED_ARRAY,
+        "k": BATCHED_ARRAY,
+        "v": BATCHED_ARRAY,
+        "out": BATCHED_ARRAY,
+        "lse": BATCHED_ARRAY,
+        "out_split": np.int64,
+        "lse_split": np.int64,
+        "features": np.int64,
+        "values": np.int64,
+        "out_is_wide": np.int32,
+        "queries_stay": np.int32,
+        "score": SCORE_PARAMETERS,
+    },
+)
+LISTED_PARTS_BLOCK = ParameterBlock(
+    "cuflash::ListedParts",
+    {
+        "out": (BATCHED_ARRAY, (LISTED_PARTS,)),
+        "lse": (BATCHED_ARRAY, (LISTED_PARTS,)),
+        "count": np.int32,
+    },
+)
+EVEN_PARTS_BLOCK = ParameterBlock(
+    "cuflash::EvenParts",
+    {
+        "out": BATCHED_ARRAY,
+        "lse": BATCHED_ARRAY,
+        "out_step": np.int64,
+        "lse_step": np.int64,
+        "count": np.int32,
+    },
+)
+
+
+def _combine_block(parts: ParameterBlock) -> ParameterBlock:
+    return ParameterBlock(
+        f"cuflash::CombineParameters<{parts.c_name}>",
+        {
+            "batch": BATCH,
+            "rows": np.int64,
+            "values": np.int64,
+            "out": BATCHED_ARRAY,
+            "lse": BATCHED_ARRAY,
+            "parts": parts,
+        },
+    )
+
+
+COMBINE_LISTED = _combine_block(LISTED_PARTS_BLOCK)
+COMBINE_EVEN = _combine_block(EVEN_PARTS_BLOCK)
+
+
+class Slots:
+    """Where the pointers and integers of a parameter block lie, as 8-byte words.
+
+    A block is copied and filled as words: a tenth of the time that its members would take.
+    """
+
+    def __init__(self, block: ParameterBlock, members: Sequence[str]) -> None:
+        layout = block.layout()
+        self._dtype = block.dtype
+        self._words = np.array([layout[member] // 8 for member in members])
+
+    def fill(self, template: np.ndarray, numbers: Sequence[int]) -> np.ndarray:
+        """Return a copy of a parameter block, given as words, with these numbers."""
+        words = template.copy()
+        words[self._words] = numbers
+        return words.view(self._dtype)
+
+
+def as_words(block: np.ndarray) -> np.ndarray:
+    """Return a finished parameter block as the read-only words that `Slots.fill` takes."""
+    words = block.view(np.int64)
+    words.flags.writeable = False
+    return words
+
+
+class BatchPlan(NamedTuple):
+    """Batch axes of all operands together, merged where every operand steps through them as one.
+
+    Strides are in elements, one tuple an operand. Kernels see the inner axes and the engine loops
+    over the outer ones, of which there are none but in extreme cases.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    outer_sizes: tuple[int, ...]
+    outer_strides: tuple[tuple[int, ...], ...]
+
+    @property
+    def entries(self) -> int:
+        """Number of batch entries that one launch sees."""
+        return math.prod(self.sizes)
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, ...], specs: Sequence[ArraySpec | None], most_entries: int
+    ) -> BatchPlan:
+        """Merge the operands' first len(shape) axes; at most `most_entries` entries a launch."""
+        sizes: list[int] = []
+        steps: list[tuple[int, ...]] = []
+        for axis, size in enumerate(shape):
+            if size == 1:
+                continue
+            step = tuple(
+                0 if spec is None else spec.strides[axis] // spec.dtype.itemsize for spec in specs
+            )
+            if sizes and all(a == b * size for a, b in zip(steps[-1], step, strict=True)):
+                sizes[-1] *= size
+                steps[-1] = step
+            else:
+                sizes.append(size)
+                steps.append(step)
+        cut = max(0, len(sizes) - BATCH_AXES)
+        while cut < len(sizes) and math.prod(sizes[cut:]) > most_entries:
+            cut += 1
+
+        def by_operand(axes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+            return tuple(zip(*axes, strict=True)) if axes else ((),) * len(specs)
+
+        return cls(
+            tuple(sizes[cut:]), by_operand(steps[cut:]), tuple(sizes[:cut]), by_operand(steps[:cut])
+        )
+
+    def shifts(self) -> Iterator[tuple[int, ...]]:
+        """Yield, for each turn of the engine's loop, how many elements every operand moves on."""
+        if not self.outer_sizes:
+            yield (0,) * len(self.outer_strides)
+            return
+        for index in product(*map(range, self.outer_sizes)):
+            yield tuple(
+                sum(i * step for i, step in zip(index, steps, strict=True))
+                for steps in self.outer_strides
+            )
+
+    def without_rows(self) -> tuple[BatchPlan, int, tuple[int, ...]]:
+        """Return the plan without its last axis, and that axis: its size, and every stride."""
+        if not self.sizes:
+            return self, 1, (0,) * len(self.strides)
+        batch = self._replace(sizes=self.sizes[:-1], strides=tuple(s[:-1] for s in self.strides))
+        return batch, self.sizes[-1], tuple(s[-1] for s in self.strides)
+
+    def dense_strides(self, inner: int) -> tuple[int, ...]:
+        """Return the strides of C-ordered entries of `inner` elements."""
+        return tuple(inner * math.prod(self.sizes[a + 1 :]) for a in range(len(self.sizes)))
+
+    def write(self, fields: Any) -> None:
+        """Describe the axes to a kernel."""
+        fields["size"][: len(self.sizes)] = self.sizes
+        fields["count"] = len(self.sizes)
+
+
+def write_array(
+    fields: Any, spec: ArraySpec, batch_strides: Sequence[int], matrix_axes: int
+) -> None:
+    """Describe an operand, whose last `matrix_axes` axes are rows and columns, to a kernel."""
+    fields["batch_stride"][: len(batch_strides)] = batch_strides
+    steps = [stride // spec.dtype.itemsize for stride in spec.strides[-matrix_axes:]]
+    for name, step in zip(
+        ("row_stride", "column_stride"), steps if matrix_axes else (), strict=False
+    ):
+        fields[name] = step
+    types = INTEGER_TYPES if spec.dtype.kind in "iu" else FLOAT_TYPES
+    fields["type"] = types.index(spec.dtype.name) if spec.dtype.name in types else 0

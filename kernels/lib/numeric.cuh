@@ -1,0 +1,181 @@
+// Storage and accumulator types: conversions, exact arithmetic, vector access, shared memory.
+//
+// Arrays hold double, float, __half or __nv_bfloat16; arithmetic runs in double for double and in
+// float for the rest. Only the conversions below touch the 16-bit types, and nothing here is PTX:
+// the tests compile this header with a host compiler too.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// Declares `T* name`, the block's dynamic shared memory. The size is the launch's.
+#ifndef CUFLASH_DYNAMIC_SHARED
+#define CUFLASH_DYNAMIC_SHARED(T, name)                                \
+    extern __shared__ __align__(128) unsigned char cuflash_dynamic_[]; \
+    T* name = reinterpret_cast<T*>(cuflash_dynamic_)
+#endif
+
+namespace cuflash {
+
+using int64 = long long;
+
+// ------------------------------------------------------------------------------------ types
+
+template <typename T>
+struct AccumulatorOf {
+    using type = float;
+};
+template <>
+struct AccumulatorOf<double> {
+    using type = double;
+};
+// The type in which sums over T are kept.
+template <typename T>
+using Accumulator = typename AccumulatorOf<T>::type;
+
+__device__ __forceinline__ double widen(double x) {
+    return x;
+}
+__device__ __forceinline__ float widen(float x) {
+    return x;
+}
+__device__ __forceinline__ float widen(__half x) {
+    return __half2float(x);
+}
+__device__ __forceinline__ float widen(__nv_bfloat16 x) {
+    return __bfloat162float(x);
+}
+
+template <typename T>
+struct Narrow {
+    static __device__ __forceinline__ T from(T x) { return x; }
+};
+template <>
+struct Narrow<__half> {
+    static __device__ __forceinline__ __half from(float x) { return __float2half_rn(x); }
+};
+template <>
+struct Narrow<__nv_bfloat16> {
+    static __device__ __forceinline__ __nv_bfloat16 from(float x) { return __float2bfloat16_rn(x); }
+};
+// Rounds an accumulator to T, ties to even.
+template <typename T>
+__device__ __forceinline__ T narrow(Accumulator<T> x) {
+    return Narrow<T>::from(x);
+}
+
+// ------------------------------------------------------------------------------- arithmetic
+
+template <typename A>
+__device__ __forceinline__ A infinity();
+template <>
+__device__ __forceinline__ float infinity<float>() {
+    return __int_as_float(0x7f800000);
+}
+template <>
+__device__ __forceinline__ double infinity<double>() {
+    return __longlong_as_double(0x7ff0000000000000LL);
+}
+template <typename T>
+__device__ __forceinline__ T lowest() {
+    return narrow<T>(-infinity<Accumulator<T>>());
+}
+template <typename A>
+__device__ __forceinline__ A not_a_number() {
+    return infinity<A>() - infinity<A>();
+}
+
+__device__ __forceinline__ bool is_nan(float x) {
+    return x != x;
+}
+__device__ __forceinline__ bool is_nan(double x) {
+    return x != x;
+}
+
+// The larger operand; the other one where one is NaN.
+__device__ __forceinline__ float maximum(float a, float b) {
+    return fmaxf(a, b);
+}
+__device__ __forceinline__ double maximum(double a, double b) {
+    return fmax(a, b);
+}
+
+// Accurate to 2 units in the last place, unlike __expf and ex2.approx of an unreduced argument.
+__device__ __forceinline__ float exponential(float x) {
+    return expf(x);
+}
+__device__ __forceinline__ double exponential(double x) {
+    return exp(x);
+}
+__device__ __forceinline__ float logarithm(float x) {
+    return logf(x);
+}
+__device__ __forceinline__ double logarithm(double x) {
+    return log(x);
+}
+
+// Rounded operations that the compiler never contracts. a*x + b*y written with operators may become
+// fma(a, x, b*y), which differs from fma(b, y, a*x): a merge of two parts must not depend on their
+// order.
+__device__ __forceinline__ float add(float a, float b) {
+    return __fadd_rn(a, b);
+}
+__device__ __forceinline__ double add(double a, double b) {
+    return __dadd_rn(a, b);
+}
+__device__ __forceinline__ float multiply(float a, float b) {
+    return __fmul_rn(a, b);
+}
+__device__ __forceinline__ double multiply(double a, double b) {
+    return __dmul_rn(a, b);
+}
+
+// a * b + c, rounded once.
+__device__ __forceinline__ float multiply_add(float a, float b, float c) {
+    return __fmaf_rn(a, b, c);
+}
+__device__ __forceinline__ double multiply_add(double a, double b, double c) {
+    return __fma_rn(a, b, c);
+}
+
+// A sum of many terms with the error of a few (Kahan 1965).
+template <typename A>
+struct CompensatedSum {
+    A sum = 0, lost = 0;
+
+    __device__ __forceinline__ void push(A term) {
+        A corrected = add(term, -lost);
+        A next = add(sum, corrected);
+        // An infinite sum stays infinite: inf - inf must not enter the next term.
+        bool infinite = next == infinity<A>() || next == -infinity<A>();
+        lost = infinite ? A(0) : add(add(next, -sum), -corrected);
+        sum = next;
+    }
+    __device__ __forceinline__ void scale(A factor) {
+        sum = multiply(sum, factor);
+        lost = multiply(lost, factor);
+    }
+};
+
+// ------------------------------------------------------------------------------------ memory
+
+// Elements of T in one 16-byte access.
+template <typename T>
+constexpr int kVector = 16 / int(sizeof(T));
+
+// 16 bytes of elements, moved by one instruction.
+template <typename T>
+struct alignas(16) Vector {
+    T element[kVector<T>];
+};
+
+template <typename T>
+__device__ __forceinline__ bool is_vector_aligned(const T* pointer) {
+    return (reinterpret_cast<unsigned long long>(pointer) & 15) == 0;
+}
+
+// ------------------------------------------------------------------------------------- warps
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+}  // namespace cuflash

@@ -1,0 +1,255 @@
+// The score pipeline: who sees whom, and what happens to q.k between the dot product and the
+// softmax.
+//
+// An attention kernel takes a `Score` as template parameter and asks it, for one batch entry:
+//   range(row)             the keys that a row can see before the mask: causal, window, lengths
+//   score(dot, row, key)   the score of a pair in that range, -inf if the mask hides it
+//   sees(row, key)         whether the mask lets a pair of that range see each other
+// `Score<A, kRanged, Steps...>` is made of steps, functors that are applied in order. A new option
+// is a new step; the kernels' loops do not change. A step that is absent from a call is switched
+// off by its own parameters, so that three instantiations serve all calls: PlainScore, RangedScore
+// (causal, window, offsets, lengths: bounds alone) and FullScore.
+//
+// Scores, bounds and steps are set up once a block by `load` and have no constructors, so that they
+// can lie in shared memory: registers are for the accumulators.
+#pragma once
+
+#include "lib/numeric.cuh"
+#include "lib/runtime_dtype.cuh"
+#include "lib/scheduler.cuh"
+
+namespace cuflash {
+
+// An integer for each batch entry: in `data`, or `value` for all if data is null.
+struct EntryInteger {
+    const void* data;
+    int64 batch_stride[kBatchAxes];
+    int64 value;
+    int type;  // IntegerType
+};
+
+struct ScoreParameters {
+    int64 queries, keys;  // Tq, Tk
+    int64 left, right;    // window sides, kUnlimited for none
+    double scale;
+    double softcap;      // 0: none
+    int default_offset;  // the last query of an entry stands at its last key
+    EntryInteger query_offset, query_lengths, key_lengths;
+    BatchedArray mask, bias, alibi_slopes, sinks;
+};
+
+// Sums of two positions, or of a position and a window side, stay within int64.
+constexpr int64 kFarthest = 1LL << 62;
+constexpr int64 kUnlimited = 1LL << 61;
+
+// What a step may look at besides the score.
+struct Pair {
+    int64 row, key;
+    int64 distance;  // from the key forward to the position of the query
+};
+
+__device__ __forceinline__ int64 clamp(int64 x, int64 low, int64 high) {
+    return x < low ? low : x > high ? high : x;
+}
+
+// ------------------------------------------------------------------------------------- bounds
+
+// Lengths and position of one batch entry. Values that come from device memory were checked by
+// nobody: lengths are clamped to the arrays.
+struct EntryBounds {
+    int64 queries, keys;  // used lengths
+    int64 offset;         // position of query 0 among the keys
+    int64 left, right;
+
+    __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes& axes,
+                                         const BatchIndex& index) {
+        left = p.left;
+        right = p.right;
+        queries = clamp(read(p.query_lengths, axes, index), 0, p.queries);
+        keys = clamp(read(p.key_lengths, axes, index), 0, p.keys);
+        offset = p.default_offset ? keys - queries
+                                  : clamp(read(p.query_offset, axes, index), -kFarthest, kFarthest);
+    }
+
+    // Empty for rows past the end.
+    __device__ __forceinline__ KeyRange range(int64 row) const {
+        if (row >= queries) return {0, -1};
+        int64 position = row + offset;
+        return {max(position - left, 0LL), min(position + right, keys - 1)};
+    }
+
+  private:
+    static __device__ __forceinline__ int64 read(const EntryInteger& x, const BatchAxes& axes,
+                                                 const BatchIndex& index) {
+        if (!x.data) return x.value;
+        return read_integer(x.data, entry_offset(x.batch_stride, axes, index), x.type);
+    }
+};
+
+// A number for each entry, or `absent`.
+template <typename A>
+__device__ __forceinline__ A read_entry(const BatchedArray& x, const BatchAxes& axes,
+                                        const BatchIndex& index, A absent) {
+    if (!x.data) return absent;
+    return read_float<A>(x.data, entry_offset(x.batch_stride, axes, index), x.type);
+}
+
+// ------------------------------------------------------------------------------------- steps
+
+// Steps that hide no pair.
+struct Transparent {
+    __device__ __forceinline__ bool sees(const Pair&) const { return true; }
+};
+
+template <typename A>
+struct Softcap : Transparent {
+    A cap;
+
+    __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes&,
+                                         const BatchIndex&) {
+        cap = A(p.softcap);
+    }
+    __device__ __forceinline__ A operator()(A s, const Pair&) const {
+        // Far below the cap a score stays as it is, and s / cap could lose it to underflow.
+        if (cap == A(0) || fabs(s) < cap * linear(cap)) return s;
+        return cap * hyperbolic_tangent(s / cap);
+    }
+
+  private:
+    // The x below which x - tanh(x), at most x^3 / 3, is lost to rounding: as `problem.py` has it.
+    static __device__ __forceinline__ float linear(float) { return 1.7e-4f; }
+    static __device__ __forceinline__ double linear(double) { return 7.4e-9; }
+    static __device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
+    static __device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
+};
+
+constexpr double kLargestFloat = 3.4028234663852886e38;
+
+// A matrix of a type of its own, added in the wider of that type and A.
+template <typename A>
+struct Bias : Transparent {
+    const void* data;
+    int64 start, row_stride, column_stride;
+    int type;
+
+    __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes& axes,
+                                         const BatchIndex& index) {
+        data = p.bias.data;
+        start = entry_offset(p.bias.batch_stride, axes, index);
+        row_stride = p.bias.row_stride;
+        column_stride = p.bias.column_stride;
+        type = p.bias.type;
+    }
+    __device__ __forceinline__ A operator()(A s, const Pair& at) const {
+        if (!data) return s;
+        int64 element = start + at.row * row_stride + at.key * column_stride;
+        if (type == kFloat64) {
+            double sum = double(s) + static_cast<const double*>(data)[element];
+            // Past the range of A a finite sum stays finite, or a low one would hide its key.
+            if (sizeof(A) < sizeof(double) && sum - sum == 0)
+                sum = fmin(fmax(sum, -kLargestFloat), kLargestFloat);
+            return A(sum);
+        }
+        return s + read_float<A>(data, element, type);
+    }
+};
+
+template <typename A>
+struct Alibi : Transparent {
+    A slope;
+
+    __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes& axes,
+                                         const BatchIndex& index) {
+        slope = read_entry(p.alibi_slopes, axes, index, A(0));
+    }
+    __device__ __forceinline__ A operator()(A s, const Pair& at) const {
+        return slope == A(0) ? s : s - slope * A(llabs(at.distance));
+    }
+};
+
+template <typename A>
+struct Mask {
+    Matrix<const unsigned char> matrix;
+
+    __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes& axes,
+                                         const BatchIndex& index) {
+        matrix = Matrix<const unsigned char>::of(p.mask, axes, index);
+        if (!p.mask.data) matrix.data = nullptr;
+    }
+    __device__ __forceinline__ bool sees(const Pair& at) const {
+        return !matrix.data || matrix.at(at.row, at.key);
+    }
+    __device__ __forceinline__ A operator()(A s, const Pair& at) const {
+        return sees(at) ? s : -infinity<A>();
+    }
+};
+
+// ---------------------------------------------------------------------------------- pipeline
+
+template <typename A, bool kRanged, typename... Steps>
+struct Score : private Steps... {
+    // Whether a pair that is in range needs more than the scale.
+    static constexpr bool kPerPair = sizeof...(Steps) > 0;
+
+    A scale;
+    A sink;  // -inf: none
+    EntryBounds bounds;
+
+    __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes& axes,
+                                         const BatchIndex& index) {
+        scale = A(p.scale);
+        sink = read_entry(p.sinks, axes, index, -infinity<A>());
+        bounds.load(p, axes, index);
+        (static_cast<Steps&>(*this).load(p, axes, index), ...);
+    }
+
+    // Whether a row is inside its entry's used length.
+    __device__ __forceinline__ bool is_used(int64 row) const { return row < bounds.queries; }
+
+    __device__ __forceinline__ KeyRange range(int64 row) const {
+        if constexpr (kRanged)
+            return bounds.range(row);
+        else
+            return {0, bounds.keys - 1};
+    }
+
+    // What at least one of the rows begin..end - 1 sees. Both ends of a range rise with the row.
+    __device__ __forceinline__ KeyRange range_of_any(int64 begin, int64 end) const {
+        end = min(end, bounds.queries);
+        if (begin >= end) return {0, -1};
+        return {range(begin).first, range(end - 1).last};
+    }
+
+    // What all of those rows see that are used at all.
+    __device__ __forceinline__ KeyRange range_of_all(int64 begin, int64 end) const {
+        end = min(end, bounds.queries);
+        if (begin >= end) return {0, -1};
+        return {range(end - 1).first, range(begin).last};
+    }
+
+    __device__ __forceinline__ A operator()(A dot, int64 row, int64 key) const {
+        A s = dot * scale;
+        const Pair at = pair(row, key);
+        ((s = static_cast<const Steps&>(*this)(s, at)), ...);
+        return s;
+    }
+
+    __device__ __forceinline__ bool sees(int64 row, int64 key) const {
+        const Pair at = pair(row, key);
+        return (static_cast<const Steps&>(*this).sees(at) && ...);
+    }
+
+  private:
+    __device__ __forceinline__ Pair pair(int64 row, int64 key) const {
+        return {row, key, row + bounds.offset - key};
+    }
+};
+
+template <typename A>
+using PlainScore = Score<A, false>;
+template <typename A>
+using RangedScore = Score<A, true>;
+template <typename A>
+using FullScore = Score<A, true, Softcap<A>, Bias<A>, Alibi<A>, Mask<A>>;
+
+}  // namespace cuflash

@@ -1,0 +1,47 @@
+"""Every kernel once on a small ragged problem: a program for compute-sanitizer to watch.
+
+Memory comes from cudaMalloc itself, so that an access past the end of an array is one past the end
+of an allocation.
+"""
+
+import cupy
+import ml_dtypes
+import numpy as np
+
+import cuflash
+
+cupy.cuda.set_allocator(None)
+rng = np.random.default_rng(0)
+
+
+def normal(*shape: int, dtype: object = np.float32) -> cupy.ndarray:
+    return cupy.asarray(rng.standard_normal(shape).astype(dtype))
+
+
+for dtype in (np.float64, np.float32, ml_dtypes.bfloat16):
+    for shape, axis in (((3, 1000), -1), ((37, 9), 0), ((3, 5, 7), (0, 2))):
+        x = normal(*shape, dtype=dtype)
+        for method in ("naive", "fused", "online"):
+            y = cuflash.softmax(x, axis, method=method)
+        cuflash.logsumexp(x, axis, where=x > 0)
+        cuflash.softmax_vjp(x, y, axis)
+
+    q, k, v = (normal(2, tokens, 40, dtype=dtype) for tokens in (37, 70, 70))
+    v = v[..., :23]
+    cuflash.flash_attention(q, k, v)
+    cuflash.flash_attention(q, k, v, causal=True, window=(30, None), num_splits=2)
+    options = {
+        "mask": cupy.asarray(rng.random((37, 70)) < 0.7),
+        "bias": normal(1, 70),
+        "alibi_slopes": normal(2),
+        "sinks": normal(2),
+        "softcap": 3.0,
+        "key_lengths": cupy.asarray([5, 70]),
+    }
+    out, lse = cuflash.flash_attention(q, k, v, return_lse=True, **options)
+    v[0, 60] = np.nan
+    cuflash.flash_attention(q, k, v, **options)
+    cuflash.merge_attention(out, lse, out, lse)
+state = cuflash.softmax_state(normal(5, 300))
+cuflash.merge_softmax(state, state).apply(normal(5, 300))
+cupy.cuda.Device().synchronize()

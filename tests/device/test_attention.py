@@ -1,0 +1,326 @@
+"""Attention on a GPU: the laws of the kit, and what only a device can get wrong."""
+
+import ctypes
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import cupy
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import cuflash
+from cuflash import baselines, device, reference
+from cuflash.device.attention_plans import attention_kernels
+from cuflash.device.compiler import warm
+from cuflash.problem import BFLOAT16, FLOATS
+from cuflash.testing.bounds import assert_attention_close, expect_attention
+from cuflash.testing.cases import ALL_CASES
+from cuflash.testing.problems import AttentionCase
+from cuflash.testing.properties import ATTENTION_PROPERTIES, split_of_keys
+from cuflash.testing.strategies import attention_problems
+from tests.device.arrays import to_device
+
+pytestmark = pytest.mark.gpu
+
+METHODS = ["auto", "simt"]
+PROBLEMS = attention_problems(borders=(16, 32, 64, 128), max_tokens=300, max_features=300)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """Compile everything that these tests can launch, in parallel."""
+    warm(kernel for dtype in FLOATS for kernel in attention_kernels(dtype))
+
+
+def on_device(function):
+    """Let a function of CuPy arrays take NumPy arrays, out= and lse= included, and return them."""
+
+    def call(*args, out=None, lse=None, **options):
+        given = {name: x for name, x in (("out", out), ("lse", lse)) if x is not None}
+        outputs = {name: to_device(x) for name, x in given.items()}
+        sent = {
+            name: to_device(np.asarray(x))
+            if isinstance(x, np.ndarray | np.inexact | np.bool)
+            else x
+            for name, x in options.items()
+        }
+        results = function(*map(to_device, args), **sent, **outputs)
+        for name, x in given.items():
+            fetch_memory(outputs[name], x)
+        pairs = {id(there): given[name] for name, there in outputs.items()}
+
+        def fetch(x):
+            return pairs[id(x)] if id(x) in pairs else cupy.asnumpy(x)
+
+        return tuple(map(fetch, results)) if isinstance(results, tuple) else fetch(results)
+
+    return call
+
+
+def fetch_memory(there, here):
+    """Copy all bytes between the ends of a device array, those between its elements too."""
+    low, high = np.lib.array_utils.byte_bounds(here) if here.size else (0, 0)
+    if low == high:
+        return
+    start = there.data - (here.ctypes.data - low)
+    octets = cupy.asnumpy(cupy.ndarray((high - low,), np.uint8, memptr=start))
+    ctypes.memmove(low, octets.ctypes.data, high - low)
+
+
+def attend(method="auto", **fixed):
+    return on_device(partial(cuflash.flash_attention, method=method, **fixed))
+
+
+def normal(seed, *shape, dtype=np.float32):
+    return to_device(np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("law", ATTENTION_PROPERTIES)
+def test_property(law, method):
+    @settings(max_examples=max(1, settings().max_examples // (2 if method == "simt" else 5)))
+    @given(case=PROBLEMS)
+    def holds(case):
+        ATTENTION_PROPERTIES[law](attend(method), case)
+
+    holds()
+
+
+@settings(max_examples=20)
+@given(case=PROBLEMS)
+def test_shares_of_the_keys(case):
+    for splits in (2, 5):
+        ATTENTION_PROPERTIES["matches_oracle"](attend(num_splits=splits), case)
+        ATTENTION_PROPERTIES["unseen_nonfinite_never_leaks"](attend(num_splits=splits), case)
+
+
+@settings(max_examples=20)
+@given(case=PROBLEMS)
+def test_parts_merge_to_the_whole(case):
+    split_of_keys(attend(), case, merge=on_device(cuflash.merge_attention))
+
+
+@settings(max_examples=10)
+@given(case=attention_problems(borders=(16, 64), max_tokens=70, max_features=40))
+def test_the_plain_formula(case):
+    ATTENTION_PROPERTIES["matches_oracle"](on_device(baselines.materialized_attention), case)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_case(name, method):
+    ALL_CASES[name](
+        SimpleNamespace(
+            softmax=on_device(cuflash.softmax),
+            softmax_vjp=on_device(cuflash.softmax_vjp),
+            logsumexp=on_device(cuflash.logsumexp),
+            flash_attention=attend(method),
+            merge_attention=on_device(cuflash.merge_attention),
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", [dtype.name for dtype in FLOATS])
+@pytest.mark.parametrize(
+    "shape", [(513, 511, 64, 64), (200, 1500, 128, 80), (129, 300, 31, 200), (5, 4000, 256, 256)]
+)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (70, 5), "softcap": 3.0}])
+def test_larger_problems(shape, dtype, options):
+    tq, tk, d, dv = shape
+    case = AttentionCase(
+        q_batch=(2, 1),
+        k_batch=(2, 2),
+        v_batch=(2,),
+        tq=tq,
+        tk=tk,
+        d=d,
+        dv=dv,
+        dtype=dtype,
+        **options,
+    )
+    ATTENTION_PROPERTIES["matches_oracle"](attend("simt"), case)
+
+
+# ------------------------------------------------------------------------------- what a device adds
+
+
+def rows_of(q, k, v, index, **options):
+    """Return the oracle's result for one batch entry of device arrays."""
+    entry = [cupy.asnumpy(x[index]) for x in (q, k, v)]
+    return expect_attention(*entry, **options)
+
+
+@pytest.mark.parametrize("shape", [(65537, 1), (1, 65537), (3, 40000)])
+def test_more_entries_than_a_grid_has_in_y(shape):
+    q, k, v = (normal(seed, *shape, 2, 16, dtype=np.float16) for seed in range(3))
+    out = cupy.full_like(q, cupy.nan)
+    out, lse = cuflash.flash_attention(q, k, v, causal=True, out=out, return_lse=True)
+    assert not bool(cupy.isnan(out).any())
+    for index in ((0, 0), tuple(n // 2 for n in shape), tuple(n - 1 for n in shape)):
+        expected = rows_of(q, k, v, index, causal=True)
+        assert_attention_close(cupy.asnumpy(out[index]), cupy.asnumpy(lse[index]), expected)
+
+
+def test_offsets_past_2_to_the_31():
+    """Elements of q, k, v, a mask and out that lie more than 2^31 elements into their memory."""
+    memory = cupy.zeros(2**31 + 4096, np.float16)
+    far = memory[2**31 :].reshape(64, 64)
+    far[...] = normal(0, 64, 64, dtype=np.float16)
+    strides = (2**31 * 2, 128, 2)
+    pair = cupy.ndarray((2, 64, 64), np.float16, memptr=memory.data, strides=strides)
+    mask = cupy.ones(2**31 + 4096, np.bool_)
+    mask[2**31 :] = cupy.arange(4096) % 3 > 0
+    masks = cupy.ndarray((2, 64, 64), np.bool_, memptr=mask.data, strides=(2**31, 64, 1))
+    result = cupy.zeros(2**31 + 4096, np.float16)
+    out = cupy.ndarray((2, 64, 64), np.float16, memptr=result.data, strides=strides)
+    cuflash.flash_attention(pair, pair, pair, mask=masks, out=out)
+    x, seen = cupy.asnumpy(far), cupy.asnumpy(masks[1])
+    expected = expect_attention(x, x, x, mask=seen)
+    assert_attention_close(cupy.asnumpy(out[1]), None, expected)
+
+
+class _Peak(cupy.cuda.MemoryHook):
+    """Counts bytes that the pool hands out and takes back."""
+
+    name = "peak"
+
+    def __init__(self):
+        self.live = self.peak = 0
+
+    def malloc_postprocess(self, **event):
+        self.live += event["mem_size"]
+        self.peak = max(self.peak, self.live)
+
+    def free_postprocess(self, **event):
+        self.live -= event["mem_size"]
+
+
+def rounded(nbytes):
+    return -(-nbytes // 512) * 512
+
+
+@pytest.mark.parametrize("tq", [1, 4096])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16], ids=str)
+def test_memory_is_the_results_and_the_stated_workspace(tq, dtype):
+    q, k, v = (normal(t, 2, 4, t, 64, dtype=dtype) for t in (tq, 4096, 4096))
+    workspace = cuflash.workspace_size(q, k, v)
+    assert bool(workspace) == (tq == 1)
+    with _Peak() as peak:
+        out, lse = cuflash.flash_attention(q, k, v, return_lse=True)
+    assert peak.peak == rounded(out.nbytes) + rounded(lse.nbytes) + rounded(workspace)
+    scratch = cupy.empty(workspace, np.uint8)
+    with _Peak() as peak:
+        cuflash.flash_attention(q, k, v, out=out, lse=lse, workspace=scratch)
+    assert peak.peak == 0
+
+
+def test_lengths_on_the_device_are_not_read_by_the_host():
+    q, k, v = normal(0, 3, 1, 5, 8), normal(1, 3, 2, 9, 8), normal(2, 3, 2, 9, 8)
+    wild = np.array([-5, 2**62, 4])
+    out = cuflash.flash_attention(q, k, v, key_lengths=cupy.asarray(wild)[:, None])
+    tame = np.clip(wild, 0, 9)[:, None]
+    expected = reference.attention(*map(cupy.asnumpy, (q, k, v)), key_lengths=tame)[0]
+    np.testing.assert_allclose(cupy.asnumpy(out), expected, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="key_lengths"):
+        cuflash.flash_attention(q, k, v, key_lengths=cupy.asarray(wild)[:, None], check=True)
+    out = cuflash.flash_attention(q, k, v, key_lengths=tame, query_offset=np.array([[1], [2], [3]]))
+    assert out.shape == (3, 2, 5, 8)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_current_stream_is_used(method):
+    """On a stream that waits for nothing, behind a long kernel, with the null stream kept busy."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    busy = cupy.ones((2048, 2048), np.float32)
+    rng = np.random.default_rng(0)
+    q, k, v = (cupy.empty((4, t, 64), np.float32) for t in (3, 500, 500))
+    cuflash.flash_attention(q, k, v, method=method)
+    for turn in range(50):
+        busy @ busy
+        values = [rng.normal(size=x.shape).astype(np.float32) + turn for x in (q, k, v)]
+        with stream:
+            for _ in range(3):
+                busy @ busy
+            for x, value in zip((q, k, v), values, strict=True):
+                x.set(value, stream=stream)
+            got = cupy.asnumpy(cuflash.flash_attention(q, k, v, method=method), stream=stream)
+        stream.synchronize()
+        assert_attention_close(got, None, expect_attention(*values))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_call_can_be_captured_into_a_graph(splits):
+    q, k, v = (cupy.zeros((2, 3, t, 40), np.float32) for t in (5, 600, 600))
+    lengths = cupy.zeros((2, 1), np.int32)
+    out, lse = cupy.empty_like(q), cupy.empty(q.shape[:-1], np.float32)
+    need = cuflash.workspace_size(q, k, v, num_splits=splits, key_lengths=lengths)
+    options = {"key_lengths": lengths, "num_splits": splits, "causal": True}
+    if need:
+        options["workspace"] = cupy.empty(need, np.uint8)
+    call = partial(cuflash.flash_attention, q, k, v, out=out, lse=lse, **options)
+    call()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        call()
+        graph = stream.end_capture()
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        values = [rng.normal(size=x.shape).astype(np.float32) for x in (q, k, v)]
+        counts = rng.integers(0, 600, (2, 1)).astype(np.int32)
+        for x, value in zip((q, k, v, lengths), (*values, counts), strict=True):
+            x.set(value)
+        out.fill(np.nan)
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        expected = expect_attention(*values, key_lengths=counts, causal=True)
+        assert_attention_close(cupy.asnumpy(out), cupy.asnumpy(lse), expected)
+
+
+def test_two_host_threads_at_once():
+    failures = []
+
+    def work(seed):
+        try:
+            rng = np.random.default_rng(seed)
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                for tq in range(1, 41):
+                    values = [
+                        rng.normal(size=(2, t, 16)).astype(np.float32) for t in (tq, 300, 300)
+                    ]
+                    out = cuflash.flash_attention(*map(cupy.asarray, values), num_splits=1 + tq % 3)
+                    got = cupy.asnumpy(out, stream=stream)
+                    stream.synchronize()
+                    assert_attention_close(got, None, expect_attention(*values))
+        except Exception as failure:  # of any kind: reported by the main thread
+            failures.append(failure)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures, failures
+
+
+def test_thirty_runs_are_bit_equal():
+    q, k, v = (normal(seed, 2, 8, 500, 64) for seed in range(3))
+    first = cuflash.flash_attention(q, k, v, causal=True, num_splits=3)
+    for _ in range(29):
+        assert bool((cuflash.flash_attention(q, k, v, causal=True, num_splits=3) == first).all())
+
+
+def test_many_parts():
+    q, k, v = normal(0, 3, 5, 16), normal(1, 3, 200, 16), normal(2, 3, 200, 40)
+    parts = [
+        cuflash.flash_attention(q, k[:, i : i + 10], v[:, i : i + 10], return_lse=True)
+        for i in range(0, 200, 10)
+    ]
+    out, lse = cupy.empty_like(parts[0][0]), cupy.empty_like(parts[0][1])
+    device.merge_attention(parts, out, lse)
+    expected = expect_attention(*map(cupy.asnumpy, (q, k, v)))
+    np.testing.assert_allclose(cupy.asnumpy(out), expected.out.value, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(cupy.asnumpy(lse), expected.lse.value, rtol=2e-6)

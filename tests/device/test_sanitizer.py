@@ -1,0 +1,26 @@
+"""No kernel reads or writes out of bounds, or races in shared memory."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_small_run_is_clean(tool):
+    result = subprocess.run(
+        [
+            *("compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
+            *(sys.executable, "-m", "tests.device.small_run"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

@@ -1,0 +1,258 @@
+"""The softmax family on a GPU: the laws of all engines, and what only a device can get wrong."""
+
+import functools
+import threading
+
+import cupy
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import reference
+from cuflash.device.compiler import Launch, warm
+from cuflash.device.executor import CurrentDevice
+from cuflash.device.plans import SOFTMAX_PARAMETERS, plan_softmax, softmax_kernels
+from cuflash.device.softmax import launch_plan
+from cuflash.problem import BFLOAT16, FLOATS, ArraySpec, SoftmaxProblem
+from cuflash.testing.softmax_properties import (
+    SOFTMAX_NAMES,
+    SOFTMAX_PROPERTIES,
+    state_of_parts_merges,
+    vjp_matches_oracle,
+)
+from cuflash.testing.strategies import softmax_problems
+from tests.device.arrays import on_device, to_device
+
+pytestmark = pytest.mark.gpu
+
+METHODS = ["naive", "fused", "online"]
+BORDERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+DTYPES = tuple(dtype.name for dtype in FLOATS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """Compile everything that these tests can launch, in parallel."""
+    warm(kernel for dtype in FLOATS for kernel in softmax_kernels(dtype))
+
+
+def functions(name, method):
+    function = getattr(cuflash, name)
+    return on_device(
+        functools.partial(function, method=method) if name != "logsumexp" else function
+    )
+
+
+def hypothesis_test(check, dtypes=DTYPES):
+    @settings(max_examples=40)
+    @given(
+        case=softmax_problems(dtypes=dtypes, borders=BORDERS, max_row=20_000),
+        method=st.sampled_from([*METHODS, "auto"]),
+    )
+    def holds(case, method):
+        check(case, method)
+
+    holds()
+
+
+@pytest.mark.parametrize("name", SOFTMAX_NAMES)
+@pytest.mark.parametrize("law", SOFTMAX_PROPERTIES)
+def test_property(name, law):
+    hypothesis_test(
+        lambda case, method: SOFTMAX_PROPERTIES[law](functions(name, method), case, name),
+        (*DTYPES, "int16", "bool"),
+    )
+
+
+@pytest.mark.parametrize("name", SOFTMAX_NAMES)
+def test_gradient(name):
+    vjp = on_device(getattr(cuflash, f"{name}_vjp"))
+    hypothesis_test(
+        lambda case, method: vjp_matches_oracle(functions(name, method), vjp, case, name)
+    )
+
+
+def test_states_of_parts_merge():
+    state = on_device(cuflash.softmax_state)
+    hypothesis_test(lambda case, method: state_of_parts_merges(state, cuflash.merge_softmax, case))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_borders(method, dtype, rng):
+    lengths = sorted({b + d for b in BORDERS for d in (-1, 0, 1)})
+    eps = {"float64": 1e-15, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype.name]
+    for length in lengths:
+        x = rng.normal(size=(5, length)).astype(dtype)
+        y = functions("softmax", method)(x)
+        expected = reference.softmax(x)
+        error = np.linalg.norm(y.astype(np.float64) - expected) / np.linalg.norm(expected)
+        assert error <= eps, (length, error)
+        beside = functions("softmax", method)(np.ascontiguousarray(x.T), 0)
+        assert np.ascontiguousarray(beside.T).tobytes() == y.tobytes(), length
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("dtype", "n", "exponent"), [(np.float16, 4096, 12), (BFLOAT16, 512, 9)])
+def test_sums_of_16_bit_rows_are_wide(method, dtype, n, exponent):
+    y = cuflash.softmax(cupy.zeros((2, n), dtype), method=method)
+    np.testing.assert_array_equal(cupy.asnumpy(y).astype(np.float32), 2.0**-exponent)
+    lse = cuflash.logsumexp(cupy.zeros((1, 65536), np.float16))
+    np.testing.assert_array_equal(cupy.asnumpy(lse), np.float16(11.0904))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rows", [65535, 65536, 65537, 200_000])
+def test_more_rows_than_a_grid_has_in_y(method, rows, rng):
+    x = rng.normal(size=(rows, 2)).astype(np.float16)
+    out = np.full(x.shape, np.nan, np.float16)
+    functions("softmax", method)(x, out=out)
+    np.testing.assert_allclose(out, reference.softmax(x), rtol=2e-3)
+
+
+def test_more_than_2_to_the_31_rows():
+    x = cupy.zeros((2**31 + 100, 1), np.float16)
+    x[-1] = cupy.nan
+    y = cuflash.softmax(x, out=x)
+    assert bool((y[:-1] == 1).all())
+    assert bool(cupy.isnan(y[-1, 0]))
+
+
+@pytest.mark.parametrize("excess", [100, 104])  # the second is a multiple of 16 bytes
+def test_a_row_of_more_than_2_to_the_31_columns(excess):
+    x = cupy.zeros((1, 2**31 + excess), np.float16)
+    x[0, -1] = 20  # at an offset past 31 bits, and a fifth of the sum
+    lse = np.logaddexp(np.log(2.0**31), 20)
+    np.testing.assert_allclose(cuflash.logsumexp(x).item(), lse, rtol=1e-3)
+    y = cuflash.log_softmax(x, method="online", out=x)
+    np.testing.assert_allclose(y[0, 0].item(), -lse, rtol=1e-3)
+    np.testing.assert_allclose(y[0, -1].item(), 20 - lse, rtol=1e-3)
+
+
+def test_offsets_past_2_to_the_31_between_rows():
+    x = cupy.zeros((3, 2**30, 1), np.float16)
+    x[:, 5] = cupy.arange(3, dtype=np.float16)[:, None]
+    y = cuflash.softmax(x, 0)
+    np.testing.assert_allclose(
+        cupy.asnumpy(y[:, 5, 0]), reference.softmax(np.arange(3.0)), rtol=2e-3
+    )
+    assert bool((y[:, -1] == y[0, 0]).all())
+
+
+class _Peak(cupy.cuda.MemoryHook):
+    """Counts bytes that the pool hands out and takes back."""
+
+    name = "peak"
+
+    def __init__(self):
+        self.live = self.peak = 0
+
+    def malloc_postprocess(self, **event):
+        self.live += event["mem_size"]
+        self.peak = max(self.peak, self.live)
+
+    def free_postprocess(self, **event):
+        self.live -= event["mem_size"]
+
+
+@pytest.mark.parametrize(("method", "workspace"), [("naive", 4096), ("fused", 0), ("online", 0)])
+@pytest.mark.parametrize("axis", [0, 1, (0, 2)])
+def test_memory_beyond_the_output_is_the_workspace(method, workspace, axis):
+    x = cupy.zeros((64, 64, 128), np.float32)
+    rows = x.size // np.prod([x.shape[a] for a in np.atleast_1d(axis)])
+    out = cupy.empty_like(x)
+    with _Peak() as peak:
+        cuflash.softmax(x, axis, method=method, out=out)
+    assert peak.peak <= (8 * rows + 512 if workspace else 0)
+
+
+def test_the_current_stream_is_used(rng):
+    """On a stream that waits for nothing, behind a long kernel, with the null stream kept busy."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    busy = cupy.ones((2048, 2048), np.float32)
+    x = cupy.empty((64, 1000), np.float32)
+    for turn in range(50):
+        busy @ busy
+        value = rng.normal(size=x.shape).astype(np.float32) + turn
+        with stream:
+            for _ in range(3):
+                busy @ busy
+            x.set(value, stream=stream)
+            y = cuflash.softmax(x, method=METHODS[turn % 3])
+            got = cupy.asnumpy(y, stream=stream)
+        np.testing.assert_allclose(got, reference.softmax(value), rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_lowest_call_can_be_captured_into_a_graph(method, rng):
+    x = cupy.zeros((32, 500), np.float32)
+    out = cupy.empty_like(x)
+    problem = SoftmaxProblem.of("softmax", {"x": x}, method=method, axis=-1)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        executor = CurrentDevice()
+        plan = plan_softmax(problem, (ArraySpec.of(out),), True, executor.limits)
+        workspace = executor.allocate(plan.workspace_bytes)
+        stream.begin_capture()
+        launch_plan(plan, [x.data.ptr, out.data.ptr], workspace.data.ptr, executor)
+        graph = stream.end_capture()
+    for _ in range(3):
+        value = rng.normal(size=x.shape).astype(np.float32)
+        x.set(value)
+        out.fill(np.nan)
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        np.testing.assert_allclose(cupy.asnumpy(out), reference.softmax(value), rtol=1e-5)
+
+
+def test_two_host_threads_at_once(rng):
+    values = [rng.normal(size=(50, 1000)).astype(np.float32) + i for i in range(2)]
+    failures = []
+
+    def work(value):
+        try:
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                for turn in range(100):
+                    y = cuflash.softmax(to_device(value), method=METHODS[turn % 3])
+                    got = cupy.asnumpy(y, stream=stream)
+                    np.testing.assert_allclose(got, reference.softmax(value), rtol=1e-5)
+        except Exception as failure:  # of any kind: reported by the main thread
+            failures.append(failure)
+
+    workers = [threading.Thread(target=work, args=(value,)) for value in values]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures, failures
+
+
+def test_a_refused_launch_is_an_error():
+    kernel = next(softmax_kernels(np.dtype(np.float32)))
+    with pytest.raises(cupy.cuda.driver.CUDADriverError):
+        CurrentDevice().launch(Launch(kernel, 1, 4096), SOFTMAX_PARAMETERS.zeros())
+
+
+def test_a_method_that_cannot_run_is_refused():
+    x = cupy.zeros((1, 200_000), np.float32)
+    out = cupy.full_like(x, 7)
+    for method in ("fused", "cluster"):
+        with pytest.raises(ValueError, match="'auto', 'naive', 'online'"):
+            cuflash.softmax(x, method=method, out=out)
+    assert bool((out == 7).all())
+
+
+def test_unaligned_elements(rng):
+    for shift in (1, 2, 4):
+        octets = cupy.zeros(40 * 33 * 8 + shift, np.uint8)
+        memory = octets.data + shift
+        x = cupy.ndarray((40, 33), np.float64, memptr=memory)
+        value = rng.normal(size=x.shape)
+        octets[shift:] = cupy.asarray(value.ravel().view(np.uint8))
+        y = cuflash.softmax(x, out=x)
+        assert y is x
+        got = cupy.asnumpy(octets[shift:]).view(np.float64).reshape(value.shape)
+        np.testing.assert_allclose(got, reference.softmax(value), rtol=1e-13)

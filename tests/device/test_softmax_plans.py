@@ -1,0 +1,145 @@
+"""Plans of the softmax family: made without a GPU, from numbers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash.device.plans import divisor, plan_softmax, softmax_kernels, softmax_regimes
+from cuflash.problem import FLOATS, ArraySpec, SoftmaxProblem
+from cuflash.testing.strategies import softmax_problems
+from tests.devices import H200, T4
+
+METHODS = ["auto", "naive", "fused", "online"]
+NAMES = ["softmax", "log_softmax", "logsumexp", "softmax_state"]
+
+
+def plan(x, axis=-1, where=None, *, operation="softmax", method="auto", limits=H200, aligned=True):
+    problem = SoftmaxProblem.of(operation, {"x": x}, axis, where, method)
+    spec = ArraySpec.of(np.empty(problem.out_shape, problem.out_dtype))
+    outputs = (spec,) * (2 if operation == "softmax_state" else 1)
+    return plan_softmax(problem, outputs, aligned, limits)
+
+
+def parameters(made):
+    """Return the parameter block of a plan."""
+    return made.parameters([0] * len(made.pointers), 0)[0]
+
+
+def row(length, dtype=np.float32):
+    """Return something with the shape of (4, length), without its memory."""
+    return np.broadcast_to(np.zeros((), dtype), (4, length))
+
+
+@given(size=st.integers(1, 2**31 - 1), data=st.data())
+def test_division_by_multiplication(size, data):
+    _, multiplier, shift = divisor(size)
+    near = st.integers(0, (2**31 - 1) // size).map(lambda q: q * size)
+    n = data.draw(near.flatmap(lambda n: st.sampled_from([max(n - 1, 0), n])))
+    assert 0 <= multiplier < 2**32
+    assert ((n * multiplier >> 32) + n) >> shift == n // size
+    assert (n * multiplier >> 32) + n < 2**32
+
+
+@given(
+    case=softmax_problems(max_row=70_000, max_elements=200_000, borders=(256, 4096, 32768)),
+    operation=st.sampled_from(NAMES),
+    method=st.sampled_from(METHODS),
+    limits=st.sampled_from([H200, T4, replace(H200, blocks=3)]),
+    aligned=st.booleans(),
+)
+def test_every_plan_fits_the_device(case, operation, method, limits, aligned):
+    x, options = case.build()
+    x = x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+    length = np.prod([x.shape[a] for a in case.axes]) * x.dtype.itemsize
+    if method == "fused" and length > limits.shared_per_block - 128:
+        with pytest.raises(ValueError, match="'auto', 'naive', 'online'"):
+            plan(x, **options, operation=operation, method=method, limits=limits)
+        return
+    made = plan(x, **options, operation=operation, method=method, limits=limits, aligned=aligned)
+    known = set(softmax_kernels(x.dtype))
+    for launch in made.launches:
+        assert launch.kernel in known
+        assert 1 <= launch.grid <= limits.blocks
+        assert launch.block % 32 == 0
+        assert 32 <= launch.block <= 512
+        assert launch.shared_bytes <= limits.shared_per_block
+    assert len(made.launches) == (
+        0 if 0 in made_shape(x, case, operation) else len(STEPS[made.method])
+    )
+
+
+STEPS = {"naive": ["max", "sum", "divide"], "fused": ["fused"], "online": ["online"]}
+
+
+def made_shape(x, case, operation):
+    reduces = operation in ("logsumexp", "softmax_state")
+    return [n for a, n in enumerate(x.shape) if not (reduces and a in case.axes)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("length", [1, 3, 16, 63, 1000, 4096, 20_000, 50_000])
+def test_the_order_of_a_sum_does_not_depend_on_strides(dtype, length):
+    x = np.zeros((4, length), dtype)
+    views = [
+        (x, -1),
+        (x.T, 0),
+        (np.asfortranarray(x), 1),
+        (x[:, ::-1], 1),
+        (np.broadcast_to(x[:1], x.shape), 1),
+        (np.zeros((4, 2 * length), dtype)[:, ::2], 1),
+    ]
+    for method in METHODS[1:] if length * dtype.itemsize < 200_000 else ["naive", "online"]:
+        made = [plan(view, axis, method=method) for view, axis in views]
+        made.append(plan(x, where=np.ones(length, bool), method=method))
+        made.append(plan(x, method=method, aligned=False))
+        assert len({parameters(p)["lanes"] for p in made}) == 1
+
+
+def test_neighbouring_threads_read_neighbouring_elements():
+    x = np.zeros((512, 512), np.float32)
+    assert not parameters(plan(x, 1))["across"]
+    assert parameters(plan(x, 0))["across"]
+    assert parameters(plan(x.T, 1))["across"]
+    assert not parameters(plan(x.T, 0))["across"]
+
+
+def test_auto_follows_the_regimes():
+    for limits in (H200, T4):
+        regimes = softmax_regimes(limits)
+        assert [regime.method for regime in regimes] == ["fused", "online"]
+        longest = int(regimes[0].row_bytes) // 4
+        assert plan(row(longest), limits=limits).method == "fused"
+        assert plan(row(longest + 4), limits=limits).method == "online"
+        assert plan(row(longest), limits=limits, method="fused").method == "fused"
+    assert longest < 16384 < int(softmax_regimes(H200)[0].row_bytes) // 4
+
+
+def test_a_method_that_cannot_run_is_refused_and_those_that_can_are_named():
+    with pytest.raises(ValueError, match=r"'cluster' .*: 'auto', 'naive', 'fused', 'online'"):
+        plan(row(8), method="cluster")
+    with pytest.raises(ValueError, match=r"'fused' .*: 'auto', 'naive', 'online'"):
+        plan(row(100_000), method="fused")
+
+
+def test_only_the_naive_method_needs_a_workspace():
+    needed = {method: plan(row(10), method=method).workspace_bytes for method in METHODS}
+    assert needed == {"auto": 0, "naive": 4 * 2 * 4, "fused": 0, "online": 0}
+
+
+def test_equal_problems_share_one_plan():
+    assert plan(row(10)) is plan(row(10))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"multiprocessors": 0}, "multiprocessors must be positive, got 0"),
+        ({"shared_per_block": 10**6}, "shared_per_block must lie in"),
+    ],
+)
+def test_limits_that_no_device_has(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(H200, **change)

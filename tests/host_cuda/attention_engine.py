@@ -1,0 +1,73 @@
+"""Attention and merges of the device engine on the CPU: its plans and kernels, with NumPy arrays.
+
+Run as a program, it makes a few small calls in kernels built with AddressSanitizer, whose library
+must be loaded before the interpreter's:
+``LD_PRELOAD=... python -m tests.host_cuda.attention_engine [FILE OLD NEW]``.
+"""
+
+import sys
+from unittest import mock
+
+import numpy as np
+
+import cuflash
+from cuflash import engine, host
+from cuflash.device.attention import attention_methods, compute, respecified
+from cuflash.device.attention_plans import workspace_bytes
+from cuflash.device.online import merge
+from cuflash.problem import AttentionArrays
+from cuflash.testing.bounds import assert_attention_close, expect_attention
+from tests.host_cuda.builder import Edit
+from tests.host_cuda.engine import HostExecutor
+
+
+class HostCudaAttention:
+    """The attention part of `cuflash.engine.Engine`."""
+
+    def __init__(self, **options):
+        self.executor = HostExecutor(**options)
+
+    empty = staticmethod(host.empty)
+    attention_methods = staticmethod(attention_methods)
+
+    def attention_workspace(self, problem):
+        return workspace_bytes(problem, self.executor.limits)
+
+    def attention(self, problem, arrays, out, lse, workspace):
+        sources = AttentionArrays(
+            *(np.require(x, requirements="A") if isinstance(x, np.ndarray) else x for x in arrays)
+        )
+        problem = respecified(problem, arrays, sources)
+        compute(problem, sources, out, lse, workspace, self.executor)
+
+    def merge_attention(self, parts, out, lse):
+        merge(parts, (out, lse), self.executor)
+
+    def merge_softmax(self, parts, maximum, normalizer):
+        def full(x):
+            return np.broadcast_to(np.asarray(x, maximum.dtype), maximum.shape)
+
+        pairs = [(full(total), full(top)) for top, total in parts]
+        merge(pairs, (normalizer, maximum), self.executor)
+
+
+def check_bounds(**options):
+    """Attend with arrays of exactly their bytes, past tile ends in every axis, and merge."""
+    rng = np.random.default_rng(0)
+    emulated = HostCudaAttention(**options)
+    with mock.patch.object(engine, "load", lambda name: emulated):
+        for tq, tk, d, dv in ((5, 37, 7, 9), (37, 35, 20, 33), (17, 70, 68, 130)):
+            q, k, v = (rng.normal(size=(2, *s)) for s in ((tq, d), (tk, d), (tk, dv)))
+            q, k, v = (np.array(x, np.float32) for x in (q, k, v))
+            mask = np.array(rng.random((tq, tk)) < 0.8)
+            v[:, -1] = np.nan
+            for more in ({}, {"causal": True}, {"mask": mask, "bias": rng.normal(size=tk)}):
+                more = more | {"key_lengths": np.array([tk - 1, tk - 2])}
+                for splits in (1, 2):
+                    out, lse = np.empty((2, tq, dv), np.float32), np.empty((2, tq), np.float32)
+                    cuflash.flash_attention(q, k, v, **more, out=out, lse=lse, num_splits=splits)
+                    assert_attention_close(out, lse, expect_attention(q, k, v, **more))
+
+
+if __name__ == "__main__":
+    check_bounds(sanitize=True, edits=[Edit(*sys.argv[1:])] if sys.argv[1:] else [])

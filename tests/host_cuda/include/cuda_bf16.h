@@ -1,0 +1,15 @@
+// Storage of bfloat16 values, for kernels compiled by a host compiler.
+#pragma once
+
+struct __nv_bfloat16 {
+    unsigned short bits;
+};
+
+inline float __bfloat162float(__nv_bfloat16 x) {
+    return __uint_as_float(unsigned(x.bits) << 16);
+}
+inline __nv_bfloat16 __float2bfloat16_rn(float x) {
+    if (x != x) return {0x7fff};
+    unsigned bits = __float_as_uint(x);
+    return {static_cast<unsigned short>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}

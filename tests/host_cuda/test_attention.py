@@ -1,0 +1,475 @@
+"""The attention kernels on the CPU, by the public functions: every option, in small problems."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import engine
+from cuflash.device.attention_plans import SIMT_TILES, plan_attention
+from cuflash.device.parameters import (
+    ATTENTION_PARAMETERS,
+    COMBINE_EVEN,
+    COMBINE_LISTED,
+    BatchPlan,
+)
+from cuflash.problem import ArraySpec, AttentionArrays, AttentionProblem
+from cuflash.testing.bounds import assert_attention_close, expect_attention
+from cuflash.testing.cases import ALL_CASES
+from cuflash.testing.problems import AttentionCase
+from cuflash.testing.properties import ATTENTION_PROPERTIES, split_of_keys
+from cuflash.testing.strategies import attention_problems
+from tests.devices import H200, T4
+from tests.host_cuda import builder
+from tests.host_cuda.attention_engine import HostCudaAttention
+from tests.host_cuda.builder import Edit
+
+pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
+
+#: Too little shared memory for two blocks that hold 100 features of their queries.
+LITTLE_SHARED = replace(H200, shared_per_sm=200_000, shared_per_block=99_000)
+
+#: Small tiles of scores end at multiples of these, in queries or keys.
+BORDERS = (16, 32)
+PROBLEMS = attention_problems(
+    borders=BORDERS, max_tokens=40, max_features=40, max_batch_axes=2, max_products=60_000
+)
+ORDERS = st.sampled_from(builder.HostKernel.ORDERS)
+
+
+def use(patch, **options):
+    """Let the public functions run the device engine on the CPU."""
+    emulated = HostCudaAttention(**options)
+    patch.setattr(engine, "load", lambda name: emulated)
+    return emulated.executor
+
+
+def on_host_cuda(function, **options):
+    def call(*args, **kwargs):
+        with pytest.MonkeyPatch.context() as patch:
+            use(patch, **options)
+            return function(*args, **kwargs)
+
+    return call
+
+
+def normal(seed, *shape, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+@pytest.mark.parametrize("law", ATTENTION_PROPERTIES)
+def test_property(law):
+    @settings(max_examples=max(1, settings().max_examples // 2))
+    @given(case=PROBLEMS, splits=st.sampled_from((None, None, 2)), order=ORDERS)
+    def holds(case, splits, order):
+        call = partial(cuflash.flash_attention, num_splits=splits)
+        ATTENTION_PROPERTIES[law](on_host_cuda(call, order=order), case)
+
+    holds()
+
+
+@settings(max_examples=max(1, settings().max_examples // 5))
+@given(case=PROBLEMS)
+def test_parts_merge_to_the_whole(case):
+    merge = on_host_cuda(cuflash.merge_attention)
+    split_of_keys(on_host_cuda(cuflash.flash_attention), case, merge=merge)
+
+
+#: Of softmax alone; of too many blocks to run one after the other.
+OTHER_CASES = {"case_02", "case_03", "case_27"}
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL_CASES) - OTHER_CASES))
+def test_case(name, monkeypatch):
+    use(monkeypatch)
+    ALL_CASES[name](cuflash)
+
+
+# ------------------------------------------------------------------------------------------- tiles
+
+#: One problem for each tile.
+SHAPES = {
+    "decode": (3, 70, 20, 20),
+    "decode, chunks of features": (3, 40, 70, 9),
+    "decode, two blocks of values": (2, 40, 8, 140),
+    "32": (70, 40, 32, 31),
+    "64": (40, 70, 33, 64),
+    "chunks of features, two blocks of values": (30, 70, 130, 131),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tile(shape, dtype, monkeypatch):
+    use(monkeypatch)
+    tq, tk, d, dv = SHAPES[shape]
+    case = AttentionCase(
+        q_batch=(2,), tq=tq, tk=tk, d=d, dv=dv, dtype=dtype, causal=True, unseen="nan"
+    )
+    inputs = case.build()
+    out, lse = cuflash.flash_attention(*inputs[:3], **inputs.options, return_lse=True)
+    assert_attention_close(out, lse, case)
+
+
+def test_every_tile_is_taken():
+    """The shapes above leave no row of the table untried."""
+    taken = {
+        plan_of(*shape, dtype=dtype).tile
+        for shape in SHAPES.values()
+        for dtype in (np.float32, np.float64)
+    }
+    assert taken == {choice.tile for choice in SIMT_TILES}
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_features_past_what_a_block_holds(stay, monkeypatch):
+    limits = H200 if stay else LITTLE_SHARED
+    executor = use(monkeypatch, limits=limits)
+    q, k, v = normal(0, 20, 100), normal(1, 70, 100), normal(2, 70, 16)
+    out, lse = cuflash.flash_attention(q, k, v, causal=True, return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v, causal=True))
+    held = executor.launched[0].shared_bytes
+    assert (held > 100_000) == stay
+
+
+def test_queries_held_and_read_again_give_the_same_bits(monkeypatch):
+    q, k, v = normal(0, 20, 100), normal(1, 70, 100), normal(2, 70, 16)
+    results = []
+    for limits in (H200, LITTLE_SHARED):
+        use(monkeypatch, limits=limits)
+        results.append(cuflash.flash_attention(q, k, v))
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_small_shared_memory_takes_a_small_tile(dtype, monkeypatch):
+    executor = use(monkeypatch, limits=T4)
+    q, k, v = (normal(seed, 40, 64, dtype=dtype) for seed in range(3))
+    out, lse = cuflash.flash_attention(q, k, v, return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v))
+    assert executor.launched[0].shared_bytes <= T4.shared_per_block - 1024
+
+
+# ---------------------------------------------------------------------------------- shares, merges
+
+
+def plan_of(tq, tk, d, dv, *, dtype=np.float32, batch=(), limits=H200, **options):
+    spec = [
+        np.broadcast_to(np.zeros((), dtype), (*batch, *s)) for s in ((tq, d), (tk, d), (tk, dv))
+    ]
+    problem = AttentionProblem.of(AttentionArrays(*spec), **options)
+    out = ArraySpec.of(np.broadcast_to(np.zeros((), dtype), problem.out_shape))
+    return plan_attention(problem, out, None, limits)
+
+
+def test_few_queries_split_long_keys():
+    assert plan_of(1, 65536, 64, 64).splits == 256
+    assert plan_of(1, 65536, 64, 64, batch=(32,)).splits == 8
+    assert plan_of(1, 300, 64, 64).splits == 1
+    assert plan_of(4096, 4096, 64, 64, batch=(32,)).splits == 1
+    assert plan_of(1, 300, 64, 64, num_splits=3).splits == 3
+    assert plan_of(1, 300, 64, 64, num_splits=300).splits == 5, "no share is without a tile"
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 40])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_shares_of_the_keys(splits, dtype, monkeypatch):
+    executor = use(monkeypatch)
+    q, k, v = (normal(seed, 2, 3, t, 8, dtype=dtype) for seed, t in enumerate((5, 300, 300)))
+    options = {"causal": True, "sinks": normal(3, 3), "key_lengths": np.array([[10], [300]])}
+    out, lse = cuflash.flash_attention(q, k, v, **options, return_lse=True, num_splits=splits)
+    assert_attention_close(out, lse, expect_attention(q, k, v, **options))
+    assert len(executor.launched) == (1 if splits == 1 else 2)
+
+
+def test_workspace_of_the_caller(monkeypatch):
+    executor = use(monkeypatch)
+    q, k, v = normal(0, 2, 1, 8), normal(1, 2, 300, 8), normal(2, 2, 300, 8)
+    need = cuflash.workspace_size(q, k, v, num_splits=3)
+    assert 3 * 2 * 9 * 4 <= need <= 3 * 2 * 9 * 4 + 16
+    around = np.full(need + 40, 77, np.uint8)
+    for start in range(16, 24):
+        monkeypatch.setattr(executor, "allocate", None)
+        workspace = around[start : start + need]
+        out = cuflash.flash_attention(q, k, v, num_splits=3, workspace=workspace)
+        np.testing.assert_allclose(out, cuflash.reference.attention(q, k, v)[0], rtol=1e-5)
+        assert (around[:start] == 77).all()
+        assert (around[start + need :] == 77).all()
+        around[...] = 77
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 9, 20])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_many_parts(count, dtype, monkeypatch):
+    use(monkeypatch)
+    q, k, v = normal(0, 3, 5, 8), normal(1, 3, 5 * count, 8), normal(2, 3, 5 * count, 40)
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+    parts = [
+        cuflash.flash_attention(
+            q, k[:, i : i + 5], v[:, i : i + 5], return_lse=True, query_offset=-i, causal=True
+        )
+        for i in range(0, 5 * count, 5)
+    ]
+    out, lse = (np.full_like(x, np.nan) for x in parts[0])
+    engine.load("device").merge_attention(parts, out, lse)
+    expected = expect_attention(q, k, v, causal=True, query_offset=0)
+    rounding = {np.float64: 1e-14, np.float32: 2e-6, np.float16: 4e-3}[dtype]
+    np.testing.assert_allclose(out, expected.out.value, rtol=0, atol=rounding)
+    np.testing.assert_allclose(lse, expected.lse.value, rtol=rounding, atol=rounding)
+
+
+def test_a_result_may_be_one_of_the_parts(monkeypatch):
+    use(monkeypatch)
+    a, b = ((normal(seed, 4, 40), normal(seed + 2, 4)) for seed in range(2))
+    out, lse = cuflash.merge_attention(*a, *b)
+    engine.load("device").merge_attention([a, b], *a)
+    np.testing.assert_array_equal(a[0], out)
+    np.testing.assert_array_equal(a[1], lse)
+
+
+# ---------------------------------------------------------------------------------- batches, grids
+
+
+def test_more_batch_axes_than_a_block_has_room_for(monkeypatch):
+    executor = use(monkeypatch)
+    q = normal(0, *(2, 3) * 5, 2, 4)[::-1, :, :1, :, :1, :, :1, :, :1, :2]
+    k, v = (normal(seed, *(1, 3, 1, 1) * 2, 1, 2, 3, 4) for seed in (1, 2))
+    lengths = np.arange(3).reshape(3, *(1,) * 6)
+    for splits in (None, 2):
+        q_few = q[..., :1, :1, :, :]
+        mask = np.random.default_rng(3).random((1, 2, 3)) < 0.7
+        lengths = np.random.default_rng(4).integers(0, 4, q_few.shape[:2] + (1,) * 8)
+        options = {"key_lengths": lengths, "mask": mask}
+        out, lse = cuflash.flash_attention(
+            q_few, k, v, **options, return_lse=True, num_splits=splits
+        )
+        assert_attention_close(out, lse, expect_attention(q_few, k, v, **options))
+    assert executor.launched
+
+
+def test_axes_merge_where_all_operands_do():
+    def spec(*shape, strides=None):
+        x = np.zeros(shape, np.float32)
+        return ArraySpec.of(
+            x if strides is None else np.lib.stride_tricks.as_strided(x, shape, strides)
+        )
+
+    merged = BatchPlan.of((2, 3, 4), [spec(2, 3, 4, 5), None], 2**31)
+    assert merged.sizes == (24,)
+    assert merged.strides == ((5,), (0,))
+    shared = ArraySpec.of(np.broadcast_to(np.zeros((2, 1, 4, 5), np.float32), (2, 3, 4, 5)))
+    merged = BatchPlan.of((2, 3, 4), [spec(2, 3, 4, 5), shared], 2**31)
+    assert merged.sizes == (2, 3, 4)
+    assert merged.strides[1] == (20, 0, 5)
+    cut = BatchPlan.of((2, 3, 4), [spec(2, 3, 4, 5), shared], 12)
+    assert (cut.outer_sizes, cut.sizes) == ((2,), (3, 4))
+    assert list(cut.shifts()) == [(0, 0), (60, 20)]
+
+
+def test_a_grid_larger_than_the_device_allows(monkeypatch):
+    executor = use(monkeypatch, limits=replace(H200, blocks=5))
+    q, k, v = normal(0, 4, 3, 2, 8), normal(1, 3, 7, 8), normal(2, 4, 1, 7, 8)
+    out = cuflash.flash_attention(q, k, v)
+    np.testing.assert_allclose(out, cuflash.reference.attention(q, k, v)[0], rtol=2e-5)
+    assert [launch.grid for launch in executor.launched] == [3] * 4
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (3, 0, 4, 4), (0, 0, 1, 1), (3, 5, 4, 0)])
+def test_empty_arrays(shape, monkeypatch):
+    executor = use(monkeypatch)
+    tq, tk, d, dv = shape
+    out, lse = cuflash.flash_attention(
+        normal(0, 2, tq, d), normal(1, 2, tk, d), normal(2, 2, tk, dv), return_lse=True
+    )
+    assert (out.shape, lse.shape) == ((2, tq, dv), (2, tq))
+    assert bool(executor.launched) == bool(tq)
+    if not tk:
+        np.testing.assert_array_equal(out, 0)
+        np.testing.assert_array_equal(lse, -np.inf)
+    out = cuflash.flash_attention(normal(0, 0, 3, 4), normal(1, 2, 4), normal(2, 2, 4))
+    assert out.shape == (0, 3, 4)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint32", "uint64"])
+def test_integers_of_every_type(dtype, monkeypatch):
+    use(monkeypatch)
+    q, k, v = normal(0, 3, 4, 8), normal(1, 3, 9, 8), normal(2, 3, 9, 8)
+    lengths = np.array([0, 5, 9], dtype)
+    options = {"key_lengths": lengths, "query_lengths": lengths // 3, "causal": True}
+    out, lse = cuflash.flash_attention(q, k, v, **options, return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v, **options))
+
+
+def test_lengths_that_nobody_checked_are_clamped(monkeypatch):
+    """Values on a device are not read by the host: the kernels keep them within the arrays."""
+    use(monkeypatch)
+    q, k, v = normal(0, 4, 4, 8), normal(1, 4, 9, 8), normal(2, 4, 9, 8)
+    lengths = np.array([3, 3, 3, 3])
+    arrays = AttentionArrays(q, k, v, query_lengths=lengths, key_lengths=lengths)
+    problem = AttentionProblem.of(arrays, causal=True)
+    wild = np.array([-5, 2**62, -(2**63), 9])
+    arrays = arrays._replace(query_lengths=wild, key_lengths=wild[::-1])
+    problem = AttentionProblem.of(arrays._replace(query_lengths=lengths, key_lengths=lengths[::-1]))
+    out, lse = np.full((4, 4, 8), np.nan, np.float32), np.full((4, 4), np.nan, np.float32)
+    engine.load("device").attention(problem, arrays, out, lse, None)
+    tame = {"query_lengths": np.clip(wild, 0, 4), "key_lengths": np.clip(wild[::-1], 0, 9)}
+    assert_attention_close(out, lse, expect_attention(q, k, v, **tame))
+
+
+# --------------------------------------------------------------------------------- parameter blocks
+
+
+@pytest.mark.parametrize(
+    ("source", "block"),
+    [
+        ("attention/parameters.cuh", ATTENTION_PARAMETERS),
+        ("attention/combine.cu", COMBINE_LISTED),
+        ("attention/combine.cu", COMBINE_EVEN),
+    ],
+)
+def test_parameter_blocks_are_the_same_in_both_languages(source, block):
+    ours = {"sizeof": block.dtype.itemsize, **block.layout()}
+    assert builder.c_layout(source, block) == ours
+
+
+# ---------------------------------------------------------------------------------- planted faults
+
+SIMT, SCORE = "attention/forward_simt.cu", "lib/score.cuh"
+FAULTS = {
+    "no barrier before tiles are loaded": Edit(
+        SIMT, "__syncthreads();  // everyone is done with the tiles before these", ""
+    ),
+    "last key of a range not loaded": Edit(
+        SIMT, "block.any.last + 1 - first_key", "block.any.last - first_key"
+    ),
+    "off by one in the causal bound": Edit(
+        SCORE, "min(position + right, keys - 1)", "min(position + right + 1, keys - 1)"
+    ),
+    "tail of the keys not masked": Edit(SIMT, "if (key < low || key >= high)", "if (key < low)"),
+    "no guard for rows without keys": Edit(
+        SIMT, "return m == -infinity<A>() ? A(0) : m;", "return m;"
+    ),
+    "sums not rescaled": Edit(SIMT, "out[i][c] *= factor;", ";"),
+    "no second turn for non-finite values": Edit(SIMT, "if (damaged) block.redo = 1;", ""),
+    "a seen NaN taken for 0": Edit("lib/nonfinite.cuh", "if (counts) total", "if (false) total"),
+}
+LAWS = (
+    "matches_oracle",
+    "poisoned_outputs_fully_written",
+    "nonfinite_key_reaches_only_rows_that_see_it",
+)
+#: Rows without keys first; more rows than a block has; a diagonal with NaN beyond it.
+FAULTY_CASE = AttentionCase(
+    q_batch=(2,), tq=140, tk=70, d=40, dv=40, logits="ascending", causal=True, unseen="nan"
+)
+
+
+def three_laws(**options):
+    for order in builder.HostKernel.ORDERS:
+        call = on_host_cuda(cuflash.flash_attention, order=order, **options)
+        for law in LAWS:
+            ATTENTION_PROPERTIES[law](call, FAULTY_CASE)
+
+
+def test_nothing_planted():
+    three_laws()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_found(fault):
+    with pytest.raises((AssertionError, RuntimeError)):
+        three_laws(edits=(FAULTS[fault],))
+
+
+def sanitized(*fault):
+    """Run the small calls under AddressSanitizer, in a process that has loaded it first."""
+    library = subprocess.run(
+        [builder.COMPILER, "-print-file-name=libasan.so"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    # Python's own blocks never go back to malloc before it ends: not leaks.
+    environment = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0"}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.host_cuda.attention_engine", *fault],
+        cwd=builder.HERE.parent.parent,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_no_access_out_of_bounds():
+    run = sanitized()
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Edit(SIMT, "if (row >= block.end_row) continue;", ""),
+        Edit(
+            "lib/tile.cuh",
+            "r < end && c < columns)\n            x",
+            "r <= end && c < columns)\n            x",
+        ),
+    ],
+    ids=["rows past the end written", "keys past the end read"],
+)
+def test_an_access_out_of_bounds_is_found(fault):
+    run = sanitized(*fault)
+    assert run.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in run.stderr
+
+
+# ------------------------------------------------------------------------------------------ states
+
+
+def test_merge_softmax_is_the_hosts(monkeypatch):
+    use(monkeypatch)
+    rng = np.random.default_rng(0)
+    states = [
+        cuflash.SoftmaxState(
+            rng.choice([-np.inf, np.inf, np.nan, 0.0, 3.5], 40).astype(np.float32),
+            rng.choice([0.0, 1.0, 2.5, np.nan], 40).astype(np.float32),
+        )
+        for _ in range(2)
+    ]
+    got = cuflash.merge_softmax(*states)
+    again = cuflash.merge_softmax(*states[::-1])
+    with_identity = cuflash.merge_softmax(states[0], cuflash.SoftmaxState())
+    monkeypatch.undo()
+    want = cuflash.merge_softmax(*states)
+    for mine, swapped, theirs in zip(got, again, want, strict=True):
+        np.testing.assert_array_equal(mine, swapped)
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+    for mine, theirs in zip(
+        with_identity, cuflash.merge_softmax(states[0], cuflash.SoftmaxState()), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("softcap", [1e-300, 1e-40, 1e30, 1e300])
+def test_softcap_of_any_size(softcap, monkeypatch, rng):
+    use(monkeypatch)
+    q, k, v = rng.standard_normal((3, 7, 4)).astype(np.float32)
+    out, lse = cuflash.flash_attention(q, k, v, softcap=softcap, return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v, softcap=softcap))
+
+
+@pytest.mark.parametrize("bias", [-1e300, 1e300, -np.inf])
+def test_bias_past_the_range_of_the_scores(bias, monkeypatch, rng):
+    use(monkeypatch)
+    q, k, v = rng.standard_normal((3, 5, 4)).astype(np.float32)
+    out, lse = cuflash.flash_attention(q, k, v, bias=np.full((5, 5), bias), return_lse=True)
+    expected = np.zeros_like(out) if np.isinf(bias) else np.broadcast_to(v.mean(axis=0), out.shape)
+    np.testing.assert_allclose(out, expected, 1e-6, 1e-6)
+    assert np.isinf(lse).all() == np.isinf(bias)

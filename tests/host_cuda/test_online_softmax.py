@@ -1,0 +1,71 @@
+"""The (m, l) monoid of kernels/lib/online_softmax.cuh, as compiled."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from cuflash import reference
+from cuflash.device.plans import C_TYPES
+from cuflash.testing.softmax_properties import MergeCase, merge_softmax_is_a_monoid
+from tests.host_cuda import builder
+from tests.host_cuda.test_shim import run
+
+pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
+
+DTYPES = ["float32", "float64"]
+
+
+def merge(a, b):
+    """Merge two states by the device function, element by element."""
+    pairs = np.stack([np.stack(part, axis=-1) for part in (a, b)])
+    count = pairs[0].size // 2
+    kernel = f"merge<{C_TYPES[pairs.dtype.name]}>"
+    merged = run(kernel, pairs, np.zeros_like(pairs[0]), count, grid=-(-count // 32) or 1)
+    return merged[..., 0], merged[..., 1]
+
+
+@given(
+    case=st.builds(
+        MergeCase,
+        shape=st.tuples(st.integers(1, 40)),
+        dtype=st.sampled_from(DTYPES),
+        magnitude=st.sampled_from([0.0, 1.0, 100.0, 1e4]),
+        empty=st.sampled_from([0.0, 0.3, 1.0]),
+        seed=st.integers(0, 2**16),
+    )
+)
+def test_merge_is_a_commutative_monoid(case):
+    merge_softmax_is_a_monoid(merge, case)
+
+
+def test_merge_of_states_with_nan_and_infinity():
+    m, n = (np.array(x).ravel() for x in np.meshgrid(*[[np.nan, np.inf, -np.inf, 1.0]] * 2))
+    state = {np.inf: np.nan, -np.inf: 0.0, 1.0: 2.0}
+    j, k = (np.array([state.get(x, np.nan) for x in part]) for part in (m, n))
+    merged = merge((m, j), (n, k))
+    np.testing.assert_array_equal(merged[0], np.maximum(m, n))
+    clean = ~np.isnan(m) & ~np.isnan(n) & (m < np.inf) & (n < np.inf)
+    np.testing.assert_array_equal(np.isnan(merged[1]), ~clean)
+    np.testing.assert_array_equal(merged[1][clean], (j + k)[clean])
+
+
+@given(
+    x=hnp.arrays(
+        st.sampled_from(DTYPES),
+        st.integers(0, 40),
+        elements=st.one_of(
+            st.floats(-100, 100, width=32),
+            st.sampled_from([np.inf, -np.inf, np.nan, -0.0, 3e38, -3e38]),
+        ),
+    )
+)
+def test_push_gives_the_softmax(x):
+    result = run(
+        f"push<{C_TYPES[x.dtype.name]}>", x, np.zeros(3 + x.size, x.dtype), x.size, block=1
+    )
+    tolerance = {"rtol": 200 * np.finfo(x.dtype).eps, "atol": np.finfo(x.dtype).tiny}
+    assert result[0] == x.max(initial=-np.inf) or np.isnan(x).any()
+    np.testing.assert_allclose(result[2], reference.logsumexp(x), **tolerance)
+    np.testing.assert_allclose(result[3:], reference.softmax(x), **tolerance)

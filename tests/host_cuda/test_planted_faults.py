@@ -1,0 +1,92 @@
+"""Faults planted in the shipped source turn the tests red: proof that those can fail."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.host_cuda import builder
+from tests.host_cuda.builder import Edit
+from tests.host_cuda.small_cases import check
+
+pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
+
+ROWS, RESULT, FUSED = "softmax/rows.cuh", "softmax/result.cuh", "softmax/fused.cu"
+STATE = "lib/online_softmax.cuh"
+FAULTS = {
+    "no barrier between writing and reading": Edit(
+        ROWS, "scratch[warp] = value;\n        __syncthreads();\n", "scratch[warp] = value;\n"
+    ),
+    "no barrier between reading and writing again": Edit(
+        ROWS, "__syncthreads();  // scratch may still be read by an earlier reduction", ""
+    ),
+    "no barrier between the steps across warps": Edit(
+        ROWS, "__syncthreads();\n            scratch[threadIdx.x] =", "scratch[threadIdx.x] ="
+    ),
+    "a barrier that not all teams reach": Edit(
+        FUSED, "state.m = team.all_reduce", "if (active) state.m = team.all_reduce"
+    ),
+    "off by one at the end of a row, read": Edit(
+        ROWS, "= column + v < p.columns ? at", "= column + v <= p.columns ? at"
+    ),
+    "off by one at the end of a row, written": Edit(
+        ROWS, "if (column + v < p.columns) at", "if (column + v <= p.columns) at"
+    ),
+    "tail of a row not masked": Edit(ROWS, "? at(column + v) : fill;", "? at(column + v) : T{};"),
+    "no guard for a row of -inf": Edit(STATE, "|| m == -infinity<A>() ?", "?"),
+    "an empty row divided by its sum": Edit(
+        STATE,
+        "if (l == A(0)) return A(0);\n        return m == infinity<A>() ? not_a_number<A>() : A(1)",
+        "return A(1)",
+    ),
+    "hidden columns of a NaN row": Edit(
+        RESULT, "where.hide(column, result", "if (false) where.hide(column, result"
+    ),
+    "where read at the wrong column": Edit(
+        ROWS, "&& !at(column + v)) chunk", "&& !at(column)) chunk"
+    ),
+}
+
+
+@pytest.mark.parametrize("order", builder.HostKernel.ORDERS)
+def test_the_source_as_it_is_passes(order):
+    check(order=order)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_found(fault):
+    with pytest.raises((AssertionError, RuntimeError)):
+        for order in builder.HostKernel.ORDERS:
+            check(edits=[FAULTS[fault]], order=order)
+
+
+def sanitized(*fault):
+    """Run the small cases under AddressSanitizer, in a process that has loaded it first."""
+    library = subprocess.run(
+        [builder.COMPILER, "-print-file-name=libasan.so"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    # Python's own blocks never go back to malloc before it ends: not leaks.
+    environment = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0"}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.host_cuda.small_cases", *fault],
+        cwd=builder.HERE.parent.parent,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_no_access_out_of_bounds():
+    run = sanitized()
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("fault", ["off by one at the end of a row, written"])
+def test_an_access_out_of_bounds_is_found(fault):
+    run = sanitized(*FAULTS[fault])
+    assert run.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in run.stderr, run.stderr

@@ -1,0 +1,262 @@
+"""The softmax kernels, by the public functions: each method, layout and order of threads."""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import engine, reference
+from cuflash.device.plans import SOFTMAX_PARAMETERS
+from cuflash.testing.softmax_properties import (
+    SOFTMAX_NAMES,
+    SOFTMAX_PROPERTIES,
+    state_of_parts_merges,
+    vjp_matches_oracle,
+)
+from cuflash.testing.strategies import softmax_problems
+from tests.host_cuda import builder
+from tests.host_cuda.engine import H200, HostCuda
+
+pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
+
+EXAMPLES = 50
+METHODS = ["naive", "fused", "online"]
+#: Row lengths at which lanes, chunks or layouts change, for one of the dtypes.
+BORDERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def cases(dtypes):
+    return softmax_problems(dtypes=dtypes, borders=BORDERS, max_row=1100, max_elements=4000)
+
+
+def use(patch, **options):
+    """Let the public functions run the device engine on the CPU; return its executor."""
+    emulated = HostCuda(**options)
+    patch.setattr(engine, "load", lambda name: emulated)
+    return emulated.executor
+
+
+def functions(name, method):
+    """Return the function called `name`, bound to a method if it takes one."""
+    function = getattr(cuflash, name)
+    return functools.partial(function, method=method) if name != "logsumexp" else function
+
+
+def hypothesis_test(check, dtypes=FLOATS):
+    """Run check(case, method) on drawn cases under drawn orders of threads."""
+
+    @settings(max_examples=EXAMPLES)
+    @given(
+        case=cases(dtypes),
+        method=st.sampled_from(METHODS),
+        order=st.sampled_from(builder.HostKernel.ORDERS),
+        seed=st.integers(0, 99),
+        blocks=st.sampled_from([1, 2**31 - 1]),
+    )
+    def holds(case, method, order, seed, blocks):
+        with pytest.MonkeyPatch.context() as patch:
+            use(patch, order=order, seed=seed, limits=replace(H200, blocks=blocks))
+            check(case, method)
+
+    holds()
+
+
+@pytest.mark.parametrize("name", SOFTMAX_NAMES)
+@pytest.mark.parametrize("law", SOFTMAX_PROPERTIES)
+def test_property(name, law):
+    hypothesis_test(
+        lambda case, method: SOFTMAX_PROPERTIES[law](functions(name, method), case, name),
+        (*FLOATS, "int16", "bool"),
+    )
+
+
+@pytest.mark.parametrize("name", SOFTMAX_NAMES)
+def test_gradient(name):
+    vjp = getattr(cuflash, f"{name}_vjp")
+    hypothesis_test(
+        lambda case, method: vjp_matches_oracle(functions(name, method), vjp, case, name)
+    )
+
+
+def test_states_of_parts_merge():
+    hypothesis_test(
+        lambda case, method: state_of_parts_merges(
+            cuflash.softmax_state, cuflash.merge_softmax, case
+        )
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("length", sorted({b + d for b in BORDERS for d in (-1, 0, 1)}))
+def test_borders(method, length, monkeypatch, rng):
+    """Every way to hold a row, forwards and backwards, and each exactly as long as it may be."""
+    use(monkeypatch)
+    x = rng.normal(size=(3, length)).astype(np.float32)
+    dy = rng.normal(size=(3, length)).astype(np.float32)
+    y = cuflash.softmax(x, method=method)
+    np.testing.assert_allclose(y, reference.softmax(x), rtol=1e-5)
+    np.testing.assert_array_equal(cuflash.softmax(x.T, 0, method=method), y.T)
+    dx = cuflash.softmax_vjp(dy, y)
+    np.testing.assert_allclose(dx, reference.softmax_vjp(dy, y), rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(cuflash.softmax_vjp(dy.T, y.T, 0), dx.T)
+
+
+#: Rows of float32 and what fused does with them: chunks in registers, 0 for shared memory.
+HELD = [
+    ((3, 32), "kPacked, 1"),
+    ((3, 36), "kPacked, 2"),
+    ((3, 128), "kPacked, 4"),
+    ((3, 132), "kPacked, 8"),
+    ((1, 16384), "kPacked, 8"),
+    ((1, 16388), "kPacked, 0"),
+    ((1, 57856), "kPacked, 0"),
+    ((3, 33), "kStrided, 0"),
+]
+
+
+@pytest.mark.parametrize(("shape", "kernel"), HELD)
+def test_how_fused_holds_a_row(shape, kernel, monkeypatch, rng):
+    executor = use(monkeypatch)
+    x = rng.normal(size=shape).astype(np.float32)
+    y = cuflash.softmax(x, method="fused")
+    np.testing.assert_allclose(y, reference.softmax(x), rtol=2e-5)
+    assert executor.launched[-1].kernel.expression.endswith(f"cuflash::{kernel}>")
+
+
+def test_fused_refuses_a_row_that_no_block_can_hold(monkeypatch):
+    use(monkeypatch)
+    x = np.zeros((1, 60000), np.float32)
+    message = "method 'fused' cannot run .* a row has 240000 bytes; .* 'auto', 'naive', 'online'"
+    with pytest.raises(ValueError, match=message):
+        cuflash.softmax(x, method="fused")
+    np.testing.assert_allclose(cuflash.softmax(x), 1 / 60000, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_several_reduced_axes_without_a_copy(method, monkeypatch, rng):
+    executor = use(monkeypatch)
+    x = rng.normal(size=(3, 4, 5, 6, 7)).astype(np.float32)
+    where = rng.random((4, 1, 6, 1)) < 0.7
+    for axis in ((0, 2, 4), (1, 3), (0, 1, 3)):
+        y = cuflash.softmax(x, axis, where=where, method=method)
+        np.testing.assert_allclose(y, reference.softmax(x, axis, where=where), rtol=1e-5)
+        assert "kScattered" in executor.launched[-1].kernel.expression
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_more_axes_than_the_kernels_have_room_for(method, monkeypatch, rng):
+    executor = use(monkeypatch)
+    x = rng.normal(size=(2, 3) * 7).astype(np.float32)[:, :2, :, :1, :, :2]
+    axis = tuple(range(0, 14, 2))
+    where = rng.random(x.shape[-3:]) < 0.7
+    out = np.full(x.shape, np.nan, np.float32)
+    y = cuflash.softmax(x, axis, where=where, method=method, out=out)
+    assert y is out
+    np.testing.assert_allclose(y, reference.softmax(x, axis, where=where), rtol=1e-5)
+    dx = cuflash.softmax_vjp(x, y, axis, where=where)
+    expected = reference.softmax_vjp(x, y, axis, where=where)
+    np.testing.assert_allclose(dx, expected, rtol=1e-4, atol=1e-7)
+    assert "kStrided" in executor.launched[-1].kernel.expression
+    assert cuflash.softmax(x[..., :0], axis, method=method).shape == (*x.shape[:-1], 0)
+    state = cuflash.softmax_state(x, axis)
+    lse = reference.logsumexp(x, axis, keepdims=True)
+    np.testing.assert_allclose(state.logsumexp(), lse, rtol=1e-6)
+    np.testing.assert_allclose(state.apply(x), reference.softmax(x, axis), rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("name", "n", "exponent"), [("float16", 4096, 12), ("bfloat16", 512, 9)])
+def test_sums_of_16_bit_rows_are_wide(method, name, n, exponent, monkeypatch):
+    use(monkeypatch)
+    dtype = ml_dtypes.bfloat16 if name == "bfloat16" else np.float16
+    y = cuflash.softmax(np.zeros((2, n), dtype), method=method)
+    np.testing.assert_array_equal(y.astype(np.float32), 2.0**-exponent)
+
+
+def test_logsumexp_of_a_long_float16_row(monkeypatch):
+    use(monkeypatch)
+    lse = cuflash.logsumexp(np.zeros((1, 65536), np.float16))
+    assert lse.dtype == np.float16
+    np.testing.assert_array_equal(lse, np.float16(11.0904))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_million_terms_do_not_lose_each_other(method, monkeypatch):
+    """A lane adds 2^11 of 2^20 equal terms: a plain sum in float32 drifts."""
+    use(monkeypatch)
+    x = np.full((1, 1 << 20), 0.7, np.float32)
+    x[0, 0] = 0
+    if method == "fused":
+        x = x[:, :50_000]
+    y = cuflash.softmax(x, method=method)
+    np.testing.assert_allclose(y, reference.softmax(x), rtol=4e-7)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+def test_a_float32_state_with_narrower_arrays(name, monkeypatch, rng):
+    use(monkeypatch)
+    dtype = ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
+    x = rng.normal(size=(4, 5, 33)).astype(dtype)
+    state = cuflash.softmax_state(x)
+    assert state.maximum.dtype == state.normalizer.dtype == np.float32
+    wide = x.astype(np.float64)
+    lse = state.logsumexp()
+    np.testing.assert_allclose(lse.squeeze(-1), reference.logsumexp(wide), rtol=1e-6)
+    rtol = {"float16": 2e-3, "bfloat16": 1e-2, "float32": 1e-6}[name]
+    y = state.apply(x)
+    np.testing.assert_allclose(y.astype(np.float64), reference.softmax(wide), rtol=rtol)
+    dlse = rng.normal(size=lse.shape).astype(np.float32)
+    dx = cuflash.logsumexp_vjp(dlse, x, lse).astype(np.float64)
+    np.testing.assert_allclose(dx, reference.logsumexp_vjp(dlse, wide, lse), rtol=2 * rtol)
+
+
+def test_gradients_of_integers_are_float64(monkeypatch):
+    use(monkeypatch)
+    x = np.array([[3, 1, 2]])
+    lse = cuflash.logsumexp(x)
+    dx = cuflash.logsumexp_vjp(np.array([2]), x, lse)
+    assert dx.dtype == np.float64
+    np.testing.assert_allclose(dx, 2 * reference.softmax(x), rtol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (3, 0, 2)])
+def test_empty_arrays(shape, monkeypatch):
+    use(monkeypatch)
+    x = np.zeros(shape, np.float32)
+    for method, axis in itertools.product(METHODS, range(len(shape))):
+        assert cuflash.softmax(x, axis, method=method).shape == shape
+        np.testing.assert_array_equal(cuflash.logsumexp(x, axis), reference.logsumexp(x, axis))
+
+
+def test_gradients_of_empty_rows_do_not_read_their_cotangent(monkeypatch):
+    use(monkeypatch)
+    dy = np.array([[np.nan, np.inf, 1, 2]], np.float32)
+    np.testing.assert_array_equal(cuflash.softmax_vjp(dy, np.zeros_like(dy)), 0)
+    np.testing.assert_array_equal(cuflash.log_softmax_vjp(dy, np.full_like(dy, -np.inf)), 0)
+    nothing = np.array([-np.inf], np.float32)
+    np.testing.assert_array_equal(cuflash.logsumexp_vjp(dy[:, 0], dy, nothing), 0)
+
+
+@pytest.mark.parametrize("order", builder.HostKernel.ORDERS)
+def test_teams_of_all_sizes_in_either_mapping(order, monkeypatch, rng):
+    executor = use(monkeypatch, order=order)
+    for length, method in itertools.product((5, 40, 700, 5000), METHODS):
+        x = rng.normal(size=(length, 9)).astype(np.float32)
+        x[3:, 2] = -np.inf
+        beside = cuflash.softmax(x, 0, method=method)
+        np.testing.assert_allclose(beside, reference.softmax(x, 0), rtol=1e-5)
+        alone = cuflash.softmax(np.ascontiguousarray(x.T), method=method)
+        np.testing.assert_array_equal(alone, beside.T)
+    assert {launch.block for launch in executor.launched} >= {128, 256}
+
+
+def test_the_parameter_block_is_the_same_in_both_languages():
+    ours = {"sizeof": SOFTMAX_PARAMETERS.dtype.itemsize, **SOFTMAX_PARAMETERS.layout()}
+    assert builder.c_layout("softmax/rows.cuh", SOFTMAX_PARAMETERS) == ours
