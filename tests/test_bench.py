@@ -1,21 +1,34 @@
 """The parts of the benchmarks: timing in rounds, problems, peers, result files, and the driver."""
 
 import csv
+import ctypes
+import importlib
 import itertools
+import math
+import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import benchmarks.attention
 import benchmarks.host
-from cuflash.bench import peers, problems, rows
+import benchmarks.memory_traffic
+import benchmarks.overhead
+import benchmarks.softmax
+import cuflash
+from cuflash.bench import device, peers, problems, rows, timing
 from cuflash.bench.problems import AttentionShape
 from cuflash.bench.timing import Comparison, CudaClock, HostClock, compare, extra_bytes
+from cuflash.problem import AttentionProblem
 
 
 class FakeClock:
     """Every call advances the time by what it returns; windows are kept with their names."""
+
+    megahertz = math.nan
 
     def __init__(self) -> None:
         self.windows: list[tuple[list[object], float]] = []
@@ -60,6 +73,8 @@ def test_ratios_are_taken_within_rounds() -> None:
 
 def test_clock_that_never_ticks_is_given_more_calls() -> None:
     class Coarse:
+        megahertz = math.nan
+
         def seconds(self, calls: Sequence, count: int, start: int) -> float:
             return 1.0 if count > 1000 else 0.0
 
@@ -88,6 +103,45 @@ def test_cuda_clock_takes_the_time_between_events(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cupy.cuda, "get_elapsed_time", lambda began, ended: 250.0)
     assert CudaClock().seconds([lambda: log.append("call")], 2, 0) == 0.25
     assert log == ["record", "call", "call", "record", "synchronize"]
+
+    # The rate is read while the work runs: after all of it is queued, before the wait for its end.
+    log.clear()
+    clock = CudaClock(meter=lambda: log.append("meter") or 1980.0)
+    clock.seconds([lambda: log.append("call")], 1, 0)
+    assert log == ["record", "call", "record", "meter", "synchronize"]
+    assert clock.megahertz == 1980
+
+
+def test_rates_of_the_processor_are_kept_by_competitor() -> None:
+    class Falling:
+        megahertz = 2000.0
+
+        def seconds(self, calls: Sequence, count: int, start: int) -> float:
+            self.megahertz = 1000.0 + calls[0]()
+            return 1.0
+
+    result = compare({"a": lambda: 1, "b": lambda: 2}, clock=Falling(), rounds=3)
+    assert result.clock("a") == 1001
+    assert result.clock("b") == 1002
+    assert math.isnan(compare({"a": lambda: 0}, rounds=1, window=0).clock("a"))
+    assert math.isnan(Comparison({"a": [1.0]}).clock("a"))
+
+
+def test_nothing_is_begun_that_may_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
+
+    def done(seconds: float) -> list[int]:
+        found = []
+        for took in timing.within(seconds, [3, 1, 5, 1, 1]):
+            found.append(took)
+            now[0] += took
+        return found
+
+    assert done(math.inf) == [3, 1, 5, 1, 1]
+    assert done(13) == [3, 1, 5]  # 9 have passed, and the next may take 5
+    assert done(14) == [3, 1, 5, 1]
+    assert done(2) == [3]
 
 
 def test_extra_bytes_leave_the_results_out() -> None:
@@ -212,3 +266,343 @@ def test_host_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     printed = capsys.readouterr().out
     assert "Softmax, last axis" in printed
     assert str(path) in printed
+
+
+# ------------------------------------------------------------------------------------- the device
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """Stand for the driver's library, on a machine whose GPU has a bus address."""
+    cupy = pytest.importorskip("cupy")
+
+    def handle_of(bus: bytes, handle: object) -> int:
+        handle._obj.value = 77 if bus == b"0000:3B:00.0" else 0
+        return 0
+
+    def clock_of(handle: ctypes.c_void_p, kind: int, rate: object) -> int:
+        rate._obj.value = 1755 if (handle.value, kind) == (77, 1) else 0
+        return library.error
+
+    library = types.SimpleNamespace(
+        error=0,
+        nvmlInit_v2=lambda: 0,
+        nvmlDeviceGetHandleByPciBusId_v2=handle_of,
+        nvmlDeviceGetClockInfo=clock_of,
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    gpu = types.SimpleNamespace(pci_bus_id="0000:3B:00.0")
+    monkeypatch.setattr(cupy.cuda, "Device", lambda: gpu)
+    return library
+
+
+def test_rate_of_the_current_device(nvml: types.SimpleNamespace) -> None:
+    assert device.SmClock()() == 1755
+    nvml.error = 3  # not supported
+    assert math.isnan(device.SmClock()())
+    nvml.nvmlInit_v2 = lambda: 9  # no driver
+    nvml.error = 0
+    assert math.isnan(device.SmClock()())
+
+
+def test_no_rate_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy")
+
+    def absent(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    assert math.isnan(device.SmClock()())
+
+
+def test_peers_that_refuse_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuses(x: np.ndarray, *, factor: int) -> peers.Call:
+        def call() -> None:
+            raise RuntimeError("no kernel for this dtype\nand more")
+
+        return call
+
+    def doubles(x: np.ndarray, *, factor: int) -> peers.Call:
+        return lambda: factor * x
+
+    candidates = (
+        peers.Peer("refuses", "numpy", refuses),
+        peers.Peer("absent", "no_such_library", doubles),
+        peers.Peer("doubles", "numpy", doubles),
+    )
+    found = peers.willing(candidates, [(np.arange(2),), (np.arange(3),)], factor=2)
+    assert list(found) == ["doubles"]
+    assert [call().tolist() for call in found["doubles"]] == [[0, 2], [0, 2, 4]]
+    printed = capsys.readouterr().out
+    assert "refuses is left out: no kernel for this dtype\n" in printed
+    assert "absent" not in printed
+
+
+def test_rates_are_compared_where_work_differs() -> None:
+    result = Comparison({"a": [1.0, 2.0], "b": [4.0, 8.0]}, {"a": [1500.0, 1700.0]})
+    row = rows.timing(result, "a", "b", 3.0, "TB/s")
+    assert (row["speedup"], row["rate"], row["peer rate"]) == (4, 2, 0.5)
+    assert row["SM MHz"] == 1600
+    row = rows.timing(result, "a", "b", 3.0, "TB/s", peer_work=12.0)
+    assert (row["speedup"], row["lower"], row["upper"]) == (1, 1, 1)
+    assert (row["rate"], row["peer rate"]) == (2, 2)
+
+
+def test_record_is_written_after_every_batch(tmp_path: Path) -> None:
+    record = rows.Record("subject", tmp_path, lambda: {"machine": "GPU"})
+    for n in (1, 2):
+        record.add("title", [{"n": n}])
+        with (tmp_path / "gpu" / "subject.csv").open(newline="") as file:
+            assert [int(row["n"]) for row in csv.DictReader(file)] == list(range(1, n + 1))
+
+
+@pytest.fixture
+def numpy_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the device's drivers run on NumPy arrays and the host engine."""
+
+    def normal(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
+        x = np.random.default_rng(seed).standard_normal(shape)
+        return x.astype(problems.dtype_of(dtype))
+
+    monkeypatch.setattr(device, "normal", normal)
+    monkeypatch.setattr(device, "copy", lambda x: x.copy)
+    monkeypatch.setattr(device, "matmul", lambda dtype: np.ones(16).sum)
+    monkeypatch.setattr(device, "clock", HostClock)
+    monkeypatch.setattr(peers, "forget", lambda: None)
+    monkeypatch.setattr(rows, "device_environment", lambda: {"machine": "No GPU"})
+
+
+@pytest.mark.usefixtures("numpy_device")
+def test_softmax_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    effort = benchmarks.softmax.Effort(
+        lengths=[16, problems.OVER_FUSED_LENGTH],
+        dtypes=["float32"],
+        elements=2**13,
+        peers=[peers.SCIPY_SOFTMAX],
+        rounds=2,
+        window=1e-4,
+    )
+    benchmarks.softmax.report(effort, tmp_path)
+    with (tmp_path / "no-gpu" / "softmax.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    pairs = [(row["method"], row["peer"]) for row in found if row["N"] == "16"]
+    assert len(set(pairs)) == len(pairs)
+    assert ("device copy", "device copy") in pairs
+    assert ("auto", "scipy.special.softmax") in pairs
+    assert ("naive", "fused") in pairs
+    (copied,) = [row for row in found if row["method"] == "device copy" and row["N"] == "16"]
+    assert float(copied["speedup"]) == 1
+    assert {row["rows"] for row in found if row["N"] == "16"} == {"512"}
+    targets = {row["method"] for row in found if row["target"]}
+    assert targets == {"naive", "online"}
+    assert all(row["N"] == "4096" and row["peer"] == "fused" for row in found if row["target"])
+
+    assert "out of time" not in capsys.readouterr().out
+    benchmarks.softmax.report(effort, None, seconds=1e-3)
+    assert "1 of 2 problems are not measured" in capsys.readouterr().out
+
+
+def test_time_over_fused_has_its_bounds() -> None:
+    result = Comparison({"fused": [1.0], "naive": [2.2], "online": [1.6]})
+    naive = benchmarks.softmax.target("naive", "fused", "float32", 4096, result)
+    assert naive == {"target": "1.7 to 2.3 times as long", "met": True}
+    online = benchmarks.softmax.target("online", "fused", "float32", 4096, result)
+    assert online["met"] is False
+    assert not benchmarks.softmax.target("online", "fused", "float64", 4096, result)["target"]
+    assert not benchmarks.softmax.target("online", "device copy", "float32", 4096, result)["target"]
+
+
+@pytest.mark.usefixtures("numpy_device")
+def test_method_that_cannot_run_is_left_out() -> None:
+    x = np.ones((2, 3))
+    assert benchmarks.softmax.softmax_by("cluster", [x]) == []
+    (call,) = benchmarks.softmax.softmax_by("naive", [x])
+    np.testing.assert_allclose(call(), 1 / 3)
+
+
+@pytest.mark.usefixtures("numpy_device")
+def test_attention_benchmark() -> None:
+    shape = AttentionShape(1, 2, 8, 64, dtype="float32")
+    table = benchmarks.attention.Table(
+        [shape], [peers.NUMPY_ATTENTION], benchmarks.attention.wide_target
+    )
+    found = benchmarks.attention.measure(
+        table,
+        shape,
+        ["auto", "tiled", "simt"],
+        rounds=2,
+        window=1e-4,
+    )
+    pairs = {(row["method"], row["peer"]): row for row in found}
+    assert {name for name, _ in pairs} == {"matmul", "auto", "tiled", "NumPy formula"}
+    assert ("auto", "NumPy formula") in pairs
+    assert ("tiled", "NumPy formula") not in pairs
+    row = pairs["auto", "matmul"]
+    assert row["rate"] == pytest.approx(problems.attention_flops(shape) / row["ms"] / 1e9)
+    assert row["peer rate"] == pytest.approx(2 * 8192**3 / row["peer ms"] / 1e9)
+    assert row["target"] == 10
+    assert row["met"] is False
+    assert pairs["NumPy formula", "matmul"]["target"] == ""
+
+
+def test_sixteen_bit_rows_are_held_against_cudnn() -> None:
+    table = benchmarks.attention.TABLES["forward16"]
+    shape = next(x for x in table.shapes if (x.d, x.tokens, x.causal) == (64, 8192, False))
+    assert len(table.shapes) == 24
+    assert [peer.name for peer in table.peers] == ["torch SDPA cuDNN", "torch SDPA flash"]
+    row = {"peer": "torch SDPA cuDNN", "speedup": 1.13}
+    assert table.target(shape, row) == (1.14, True)
+    assert table.target(shape, {**row, "speedup": 1.12}) == (1.14, False)
+    assert table.target(shape, {**row, "peer": "matmul"}) is None
+
+
+def test_rows_are_picked_by_number() -> None:
+    assert benchmarks.attention.picked("0,4-6", 7) == [0, 4, 5, 6]
+    for wrong in ("7", "3-1", "a", "-1", ""):
+        with pytest.raises(Exception, match=r"table has rows|neither"):
+            benchmarks.attention.picked(wrong, 7)
+
+
+def test_attention_options_that_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--quick", "--table", "forward16"], ["--rows", "99"], ["--rows", "0-x"]):
+        with pytest.raises(SystemExit):
+            benchmarks.attention.main(arguments)
+        assert "error" in capsys.readouterr().err
+    benchmarks.attention.main(["--list"])
+    assert len(capsys.readouterr().out.splitlines()) == len(problems.WIDE_ATTENTION)
+
+
+# ----------------------------------------------------------------------------------- host overhead
+
+
+def test_stages_are_functions_of_the_engine() -> None:
+    pytest.importorskip("cupy")
+    for stages in benchmarks.overhead.STAGES.values():
+        for module, path in stages.values():
+            owner = importlib.import_module(module)
+            for name in path.split("."):
+                owner = getattr(owner, name)
+            assert callable(owner)
+
+
+def test_overhead_is_split_by_stage() -> None:
+    x = np.ones((1, 1, 2, 4), np.float32)
+    case = benchmarks.overhead.Case(
+        "attention", "causal", lambda: cuflash.flash_attention(x, x, x, causal=True)
+    )
+    stages = {
+        "enter": ("cuflash.interop", "enter"),
+        "problem": ("cuflash.problem", "AttentionProblem.of"),
+        "never": ("cuflash.interop", "describe"),
+    }
+    before = AttentionProblem.__dict__["of"], cuflash.interop.enter
+    emptied: list[None] = []
+    row = benchmarks.overhead.measure(case, lambda: emptied.append(None), 20, stages)
+    assert row["lower"] <= row["us"] <= row["upper"]
+    assert min(row["enter"], row["problem"], row["rest"]) > 0
+    assert row["never"] == 0
+    assert row["met"] == (row["us"] <= 60)
+    assert len(emptied) == 4
+    assert (AttentionProblem.__dict__["of"], cuflash.interop.enter) == before
+
+
+@pytest.mark.usefixtures("numpy_device")
+def test_every_call_of_the_overhead_benchmark_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    monkeypatch.setattr(cuflash, "workspace_size", lambda *x, **options: 16)
+    cases = benchmarks.overhead.cases()
+    assert {case.family for case in cases} == set(benchmarks.overhead.STAGES)
+    for case in cases:
+        result = case.call()
+        for x in result if isinstance(result, tuple) else (result,):
+            assert np.isfinite(x).all()
+
+
+# ---------------------------------------------------------------------------------- memory traffic
+
+NCU_HEAD = """\
+==PROF== Connected to process 4321 (/usr/bin/python3.12)
+==PROF== Profiling "naive_maximum" - 0: 0%....50%....100% - 2 passes
+==PROF== Disconnected from process 4321
+"ID","Process ID","Kernel Name","Grid Size","Metric Name","Metric Unit","Metric Value"
+"""
+
+
+def ncu_log(*launches: tuple[str, int, int, int]) -> str:
+    """Return what ncu writes about launches of 1000 elements: kernel, read, written, sectors."""
+    lines = [NCU_HEAD]
+    for i, (kernel, *values) in enumerate(launches):
+        for metric, value in zip(benchmarks.memory_traffic.METRICS, values, strict=True):
+            unit = "byte" if "bytes" in metric else "sector"
+            lines.append(f'"{i}","4321","{kernel}","(8, 1, 1)","{metric}","{unit}","{value:,}"\n')
+    return "".join(lines)
+
+
+LAUNCHES = (
+    ("naive_maximum", 4000, 10, 125),
+    ("naive_normalizer", 4000, 10, 125),
+    ("apply", 4000, 3980, 125),
+    ("void cuflash::fused<float, cuflash::Softmax<float>, 8>(cuflash::SoftmaxParameters)",
+     4000, 4000, 125),
+    ("online", 5000, 4000, 250),
+    ("online", 8000, 4000, 250),
+)  # fmt: skip
+ORDER = [("naive", 10), ("fused", 10), ("online", 10), ("online", 1000)]
+
+
+def test_counts_are_read_from_ncu() -> None:
+    launches = benchmarks.memory_traffic.parse(ncu_log(*LAUNCHES))
+    assert [kernel for kernel, _ in launches] == [
+        "naive_maximum", "naive_normalizer", "apply", "fused", "online", "online"
+    ]  # fmt: skip
+    assert launches[2][1]["dram__bytes_write.sum"] == 3980
+    naive, fused, short, long = benchmarks.memory_traffic.describe(ORDER, launches, 1000)
+    assert (naive["DRAM bytes an element"], naive["theory"], naive["absorbed"]) == (16, 16, 0)
+    assert (fused["DRAM bytes an element"], fused["theory"], fused["absorbed"]) == (8, 8, "")
+    assert (short["DRAM read"], short["theory"], short["absorbed"]) == (5, 12, 0.75)
+    assert (long["N"], long["rows"], long["absorbed"], long["L2 read"]) == (1000, 1, 0, 8)
+
+
+def test_failures_of_ncu_are_told() -> None:
+    parse, describe = benchmarks.memory_traffic.parse, benchmarks.memory_traffic.describe
+    with pytest.raises(RuntimeError, match="LibraryNotLoaded"):
+        parse("==ERROR== Failed to initialize the profiler: LibraryNotLoaded\n")
+    with pytest.raises(RuntimeError, match="no number for dram__bytes_read"):
+        parse(ncu_log(LAUNCHES[0]).replace('"4,000"', '"n/a"'))
+    with pytest.raises(RuntimeError, match="ncu counted"):
+        describe(ORDER, parse(ncu_log(*LAUNCHES[:-1])), 1000)
+
+
+def test_traffic_is_counted_by_a_run_under_ncu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "canned.csv").write_text(ncu_log(*LAUNCHES))
+    launched = "\\n".join(f"{method} {n}" for method, n in ORDER)
+    ncu = tmp_path / "ncu"
+    ncu.write_text(
+        f"""#!/bin/sh
+for last; do
+    [ "$option" = --log-file ] && cp {tmp_path}/canned.csv "$last"
+    option=$last
+done
+printf '{launched}\\n'
+"""
+    )
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = benchmarks.memory_traffic.count(1000, [10, 1000])
+    assert [(row["method"], row["N"]) for row in found] == ORDER
+    ncu.write_text("#!/bin/sh\necho no permission >&2; exit 1\n")
+    with pytest.raises(RuntimeError, match="no permission"):
+        benchmarks.memory_traffic.count(1000, [10])
+    ncu.unlink()
+    with pytest.raises(RuntimeError, match="not on the PATH"):
+        benchmarks.memory_traffic.count(1000, [10])
+
+
+@pytest.mark.usefixtures("numpy_device")
+def test_what_runs_under_ncu_launches_each_method(capsys: pytest.CaptureFixture[str]) -> None:
+    benchmarks.memory_traffic.launch(64, [4, 16])
+    assert capsys.readouterr().out.split("\n")[:-1] == [
+        f"{method} {n}" for n in (4, 16) for method in ("naive", "fused", "online")
+    ]

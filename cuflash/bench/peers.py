@@ -6,7 +6,9 @@ the host and CuPy's for the device; other libraries see them by DLPack, without 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -28,9 +30,44 @@ class Peer(NamedTuple):
         return find_spec(self.library) is not None
 
 
-def installed(peers: tuple[Peer, ...]) -> list[Peer]:
+def installed(peers: Iterable[Peer]) -> list[Peer]:
     """Return the peers whose libraries are there."""
     return [peer for peer in peers if peer.installed]
+
+
+def willing(
+    peers: Iterable[Peer], inputs: Sequence[tuple[Any, ...]], **options: Any
+) -> dict[str, list[Call]]:
+    """Return the calls of the installed peers that can do a problem, one for each set of inputs.
+
+    Each is called once. One that raises does not support the dtype, the shape or the GPU, or needs
+    more memory than there is.
+    """
+    found: dict[str, list[Call]] = {}
+    for peer in installed(peers):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch warns of every reason before it raises
+                calls = [peer.make(*arrays, **options) for arrays in inputs]
+                calls[0]()
+        except Exception as error:
+            print(f"{peer.name} is left out: {str(error).partition(chr(10))[0]}", flush=True)
+        else:
+            found[peer.name] = calls
+    return found
+
+
+def forget() -> None:
+    """Let CuPy and PyTorch give back memory, and PyTorch what it compiled, between problems.
+
+    torch.compile gives up on a function that it has compiled for eight shapes.
+    """
+    if "cupy" in sys.modules:
+        sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
 
 
 def numpy_attention(q: Any, k: Any, v: Any, *, causal: bool = False) -> Call:

@@ -54,7 +54,7 @@ def softmax_bytes(elements: int, itemsize: int) -> int:
     return 2 * elements * itemsize
 
 
-#: Passes over device memory an element, reads and writes together.
+#: Passes over device memory an element, reads and writes together; one is the write.
 SOFTMAX_TRIPS = {"naive": 4, "fused": 2, "online": 3, "cluster": 2}
 
 
@@ -107,11 +107,14 @@ ATTENTION_TARGETS = tuple(
 )
 
 #: float32 and float64 on the device, where peers exist but in part.
-WIDE_ATTENTION = (
-    AttentionShape(2, 16, 4096, 64, dtype="float32"),
-    AttentionShape(2, 16, 4096, 128, dtype="float32"),
-    AttentionShape(1, 16, 4096, 64, dtype="float64"),
+WIDE_ATTENTION = tuple(
+    AttentionShape(batch, 16, 4096, d, causal, dtype)
+    for dtype, batch in (("float32", 2), ("float64", 1))
+    for d in (64, 128)
+    for causal in (False, True)
 )
+#: Least TFLOP/s of plain CUDA on an H200, full attention with D = 64.
+WIDE_TARGETS = {"float32": 10.0, "float64": 5.0}
 
 #: bfloat16 decoding.
 DECODE = (
@@ -124,6 +127,14 @@ DECODE = (
 #: Softmax over the last axis of (SOFTMAX_ELEMENTS / n, n), on the device.
 SOFTMAX_ELEMENTS = 2**29
 SOFTMAX_LENGTHS = (*(2**i for i in (7, 10, 11, 12, 13, 14, 15, 16, 17, 18)), 2**20)
+
+#: A method's time as a multiple of fused's, at this row length in float32: what the trips say, with
+#: a margin; part of online's third trip is served by the L2 cache.
+OVER_FUSED_LENGTH = 4096
+OVER_FUSED = {"naive": (1.7, 2.3), "online": (1.0, 1.5)}
+
+#: Microseconds of the host that a call on the device may take after the first.
+CALL_MICROSECONDS = 60.0
 
 #: The host engine: long attention, short attention of many heads, dtypes and softmax.
 HOST_ATTENTION = AttentionShape(1, 8, 4096, 64)

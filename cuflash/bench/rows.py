@@ -9,13 +9,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .._version import __version__
+from .timing import Comparison
 
 Row = Mapping[str, Any]
 
@@ -86,6 +87,80 @@ def _output(program: str, *arguments: str) -> str:
         return ""
     result = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
     return result.stdout.partition("\n")[0].strip() if result.returncode == 0 else ""
+
+
+def timing(
+    result: Comparison,
+    name: str,
+    peer: str,
+    work: float,
+    unit: str,
+    *,
+    peer_work: float | None = None,
+) -> Row:
+    """Describe the speed of a competitor and, from ratios within rounds, its speedup over a peer.
+
+    Parameters
+    ----------
+    result : Comparison
+        Both were in it.
+    name, peer : str
+        The competitor and what it is held against.
+    work : float
+        What a call does, in `unit` times seconds.
+    unit : str
+        Such as "TB/s".
+    peer_work : float, optional
+        What a call of the peer does, if that is not the same: rates are compared, not times.
+    """
+    peer_work = work if peer_work is None else peer_work
+    lower, median, upper = (x * work / peer_work for x in result.speedup(name, peer))
+    seconds, peer_seconds = result.median(name), result.median(peer)
+    return {
+        "ms": seconds * 1e3,
+        "rate": work / seconds,
+        "unit": unit,
+        "peer": peer,
+        "peer ms": peer_seconds * 1e3,
+        "peer rate": peer_work / peer_seconds,
+        "speedup": median,
+        "lower": lower,
+        "upper": upper,
+        "SM MHz": result.clock(name),
+    }
+
+
+class Record:
+    """Rows as they come: printed at once, and the file written anew, so that a run can be cut off.
+
+    Parameters
+    ----------
+    subject : str
+        Names the file.
+    folder : Path or None
+        As `write_rows` takes it; None writes nothing.
+    environment : callable
+        Describes the machine; called whenever the file is written, since libraries appear in it
+        once they are loaded.
+    """
+
+    def __init__(
+        self, subject: str, folder: Path | None, environment: Callable[[], Mapping[str, str]]
+    ) -> None:
+        self._subject, self._folder, self._environment = subject, folder, environment
+        self._rows: list[Row] = []
+
+    def add(self, title: str, found: Sequence[Row], printed: Sequence[Row] | None = None) -> None:
+        """Add rows, and print them, or those that are given to be printed."""
+        print(f"{title}\n{table(found if printed is None else printed)}\n", flush=True)
+        self._rows += found
+        if self._folder is not None:
+            write_rows(self._folder, self._subject, self._rows, self._environment())
+
+    def close(self) -> None:
+        """Print the environment."""
+        described = [f"{name}: {value}" for name, value in self._environment().items() if value]
+        print("\n".join(described), flush=True)
 
 
 def write_rows(

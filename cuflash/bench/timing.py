@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import time
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
 Call = Callable[[], object]
+Item = TypeVar("Item")
 
 #: A window's calls are counted anew until they fill it, by at most this factor at a time: the first
 #: calls may be slow (allocation, caches) without saying much about the later ones.
@@ -26,12 +27,17 @@ _GROWTH = 16
 class Clock(Protocol):
     """Times a run of calls that may only be queued when they return."""
 
+    megahertz: float
+    """Rate that the processor ran at towards the end of the last run; NaN if nobody looked."""
+
     def seconds(self, calls: Sequence[Call], count: int, start: int) -> float:
         """Run `count` calls, ``calls[start % len(calls)]`` first, and return their time."""
 
 
 class HostClock:
     """Wall-clock time of calls that have ended when they return."""
+
+    megahertz = math.nan
 
     def seconds(self, calls: Sequence[Call], count: int, start: int) -> float:
         """Run `count` calls in rotation and return their time."""
@@ -46,7 +52,18 @@ class CudaClock:
 
     PyTorch and CuPy both use the legacy default stream unless told otherwise, so that their calls
     can be timed beside each other.
+
+    Parameters
+    ----------
+    meter : callable, optional
+        Returns the rate of the processor in MHz, such as `cuflash.bench.device.SmClock`. It is
+        called when all work is queued and, unless the calls are shorter than their launches, most
+        of it still runs.
     """
+
+    def __init__(self, meter: Callable[[], float] | None = None) -> None:
+        self._meter = meter
+        self.megahertz = math.nan
 
     def seconds(self, calls: Sequence[Call], count: int, start: int) -> float:
         """Run `count` calls in rotation and return the time between the events around them."""
@@ -57,6 +74,8 @@ class CudaClock:
         for i in range(start, start + count):
             calls[i % len(calls)]()
         ended.record()
+        if self._meter is not None:
+            self.megahertz = self._meter()
         ended.synchronize()
         return float(cupy.cuda.get_elapsed_time(began, ended)) / 1e3
 
@@ -76,13 +95,18 @@ class Quartiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds of one call of each competitor, round by round."""
+    """Seconds of one call of each competitor, round by round, and MHz of the processor."""
 
     seconds: Mapping[str, Sequence[float]]
+    megahertz: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def median(self, name: str) -> float:
         """Return the median seconds of one call."""
         return Quartiles.of(self.seconds[name]).median
+
+    def clock(self, name: str) -> float:
+        """Return the median MHz while a competitor ran; NaN if unknown."""
+        return Quartiles.of(self.megahertz.get(name, [math.nan])).median
 
     def speedup(self, name: str, over: str) -> Quartiles:
         """Return how many times as fast as `over` a competitor is, from ratios within rounds."""
@@ -121,11 +145,13 @@ def compare(
     counts = {name: _fill(clock, each, window) for name, each in calls.items()}
 
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    megahertz: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         for name in list(calls) if turn % 2 == 0 else reversed(calls):
             count = counts[name]
             seconds[name].append(clock.seconds(calls[name], count, turn * count) / count)
-    return Comparison(seconds)
+            megahertz[name].append(clock.megahertz)
+    return Comparison(seconds, megahertz)
 
 
 def _fill(clock: Clock, calls: Sequence[Call], window: float) -> int:
@@ -135,6 +161,18 @@ def _fill(clock: Clock, calls: Sequence[Call], window: float) -> int:
         wanted = 1.1 * count * window / taken if taken > 0 else math.inf
         count = math.ceil(min(wanted, _GROWTH * count))
     return count
+
+
+def within(seconds: float, items: Iterable[Item]) -> Iterator[Item]:
+    """Yield items while the time lasts: the next one only if the longest so far would still fit."""
+    began = time.monotonic()
+    longest = 0.0
+    for item in items:
+        before = time.monotonic()
+        if before - began + longest > seconds:
+            return
+        yield item
+        longest = max(longest, time.monotonic() - before)
 
 
 def extra_bytes(call: Callable[[], Any]) -> int:

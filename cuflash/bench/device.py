@@ -1,0 +1,91 @@
+"""What measurements on a GPU share: inputs made there, ceilings, and the rate of its processors."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import numpy as np
+
+from .problems import AttentionShape, dtype_of
+from .timing import Call, CudaClock
+
+#: NVML's name for the clock of the multiprocessors (`nvmlClockType_t`).
+_NVML_CLOCK_SM = 1
+
+#: Rows and columns of the matrices whose product is the ceiling of arithmetic, and what it takes.
+MATMUL_SIZE = 8192
+MATMUL_FLOPS = 2.0 * MATMUL_SIZE**3
+
+
+class SmClock:
+    """Reads the clock of the current device's multiprocessors, in MHz, from the driver's NVML.
+
+    NaN where there is no NVML, or where it does not tell.
+    """
+
+    def __init__(self) -> None:
+        self._handle = ctypes.c_void_p()
+        self._nvml = _open_nvml(self._handle)
+
+    def __call__(self) -> float:
+        """Return the present rate."""
+        rate = ctypes.c_uint()
+        if self._nvml is None:
+            return math.nan
+        failed = self._nvml.nvmlDeviceGetClockInfo(self._handle, _NVML_CLOCK_SM, ctypes.byref(rate))
+        return math.nan if failed else float(rate.value)
+
+
+def _open_nvml(handle: ctypes.c_void_p) -> Any:
+    """Return NVML with the handle of CuPy's current device, or None."""
+    import cupy
+
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    bus = cupy.cuda.Device().pci_bus_id.encode()
+    failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(handle))
+    return None if failed else nvml
+
+
+def clock() -> CudaClock:
+    """Return a clock for calls on the current device that also reads its rate."""
+    return CudaClock(SmClock())
+
+
+def normal(shape: tuple[int, ...], dtype: str, seed: int) -> Any:
+    """Return normal random numbers on the current device."""
+    import cupy
+
+    generator = cupy.random.default_rng(seed)
+    wide = np.float64 if dtype == "float64" else np.float32
+    return generator.standard_normal(shape, dtype=wide).astype(dtype_of(dtype), copy=False)
+
+
+def attention_inputs(shape: AttentionShape, sets: int) -> list[tuple[Any, ...]]:
+    """Return sets of normal random q, k, v on the current device, to be used in rotation."""
+    size = (3, shape.batch, shape.heads, shape.tokens, shape.d)
+    return [tuple(normal(size, shape.dtype, seed)) for seed in range(sets)]
+
+
+def copy(x: Any) -> Call:
+    """Return the copy of an array's memory within the device: the ceiling of memory traffic."""
+    import cupy
+
+    target = cupy.empty_like(x)
+    return lambda: target.data.copy_from_device_async(x.data, x.nbytes)
+
+
+def matmul(dtype: str) -> Call:
+    """Return a square matrix product by cuBLAS, the ceiling of arithmetic.
+
+    bfloat16 and float16 have the same rate; it is taken in float16, which CuPy can multiply.
+    """
+    import cupy
+
+    name = "float16" if dtype == "bfloat16" else dtype
+    a, b = normal((2, MATMUL_SIZE, MATMUL_SIZE), name, seed=0)
+    return lambda: cupy.matmul(a, b)
