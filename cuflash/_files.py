@@ -60,7 +60,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise ValueError(f"cannot write {path}: it is not a regular file")
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    # Not made of the target's name, which may be as long as names can be.
+    temporary = target.with_name(f".cuflash-{secrets.token_hex(8)}")
     try:
         file = open(temporary, "xb")  # noqa: SIM115 - closed before the rename
     except OSError as error:

@@ -140,10 +140,10 @@ def merge_softmax(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
     except ValueError:
         shapes = ", ".join(f"{name} {other.shape}" for name, other in specs.items())
         raise ValueError(f"a and b do not broadcast: {shapes}") from None
-    load = engine.load(home.engine)
-    maximum, normalizer = (load.empty(shape, spec.dtype) for _ in range(2))
+    core = engine.load(home.engine)
+    maximum, normalizer = (core.empty(shape, spec.dtype) for _ in range(2))
     parts = [(native[f"{n}.maximum"], native[f"{n}.normalizer"]) for n in ("a", "b")]
-    load.merge_softmax(parts, maximum, normalizer)
+    core.merge_softmax(parts, maximum, normalizer)
     return SoftmaxState(home.restore(maximum), home.restore(normalizer))
 
 
@@ -210,9 +210,9 @@ def merge_attention(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any
                 f"out_b has dtype {other.dtype} but out_a has {out.dtype}; they must be equal, or "
                 f"one float32 and the other float16 or bfloat16"
             )
-    load = engine.load(home.engine)
-    result = load.empty(out.shape, merged, out.strides)
-    lse = load.empty(out.shape[:-1], accumulator(merged), specs["lse_a"].strides)
+    core = engine.load(home.engine)
+    result = core.empty(out.shape, merged, out.strides)
+    lse = core.empty(out.shape[:-1], accumulator(merged), specs["lse_a"].strides)
     parts = [(native["out_a"], native["lse_a"]), (native["out_b"], native["lse_b"])]
-    load.merge_attention(parts, result, lse)
+    core.merge_attention(parts, result, lse)
     return home.restore(result), home.restore(lse)

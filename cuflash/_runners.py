@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -10,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .host.threads import worker_count
 
 
 class Measured(NamedTuple):
@@ -43,18 +44,11 @@ class Runner(Protocol):
         """Run `call`, which returns arrays, until its time is known."""
 
 
-def cpu_count() -> int:
-    """Return the number of CPUs this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 class HostRunner:
     """The NumPy engine."""
 
     def __init__(self) -> None:
-        self.label = f"host (NumPy {np.__version__}, {cpu_count()} CPUs)"
+        self.label = f"host (NumPy {np.__version__}, {worker_count()} CPUs)"
 
     def asarray(self, x: NDArray[Any]) -> NDArray[Any]:
         """Return `x`."""

@@ -73,7 +73,7 @@ def run(
     keepdims = flag("keepdims", keepdims)
 
     arrays = [keep_axes(x, problem.axes, len(problem.operand.shape)) for x in native.values()]
-    load = engine.load(home.engine)
+    core = engine.load(home.engine)
     if given is not None:
         kept = problem.out_shape
         shape = kept if keepdims else tuple(np.delete(kept, problem.axes).tolist())
@@ -85,11 +85,11 @@ def run(
     else:
         count = 2 if operation == "softmax_state" else 1
         targets = [
-            load.empty(problem.out_shape, problem.out_dtype, problem.operand.strides)
+            core.empty(problem.out_shape, problem.out_dtype, problem.operand.strides)
             for _ in range(count)
         ]
         results = targets if keepdims else [x.squeeze(problem.axes) for x in targets]
-    load.softmax(problem, arrays, mask, targets)
+    core.softmax(problem, arrays, mask, targets)
     return [home.restore(result, out) for result in results]
 
 

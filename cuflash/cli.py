@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 import cuflash
 
 from ._files import read_npy, read_npz, replacing
-from ._runners import DeviceRunner, HostRunner, Runner, cpu_count
+from ._runners import DeviceRunner, HostRunner, Runner
+from .host.threads import worker_count
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("query_lengths", "key_lengths", "query_offset")
@@ -88,7 +89,7 @@ def _info(_: argparse.Namespace) -> None:
         ("cuflash", cuflash.__version__),
         ("engines", f"host; no device: {obstacle}" if obstacle else "host, device"),
         ("Python", f"{platform.python_version()}, {platform.platform()}"),
-        ("CPUs", str(cpu_count())),
+        ("CPUs", str(worker_count())),
         ("NumPy", np.__version__),
         ("BLAS", _found(_blas)),
         ("ml_dtypes", ml_dtypes.__version__),
@@ -171,7 +172,7 @@ def _attend(args: argparse.Namespace) -> None:
     }
     if args.query_offset is not None:
         options["query_offset"] = args.query_offset
-    q, k, v = (runner.asarray(_cast(arrays[name], args.dtype)) for name in ("q", "k", "v"))
+    q, k, v = (runner.asarray(_cast(name, arrays[name], args.dtype)) for name in ("q", "k", "v"))
     with replacing(args.output) as file:
         out, lse = cuflash.flash_attention(q, k, v, return_lse=True, **options)
         np.savez(file, out=runner.asnumpy(out), lse=runner.asnumpy(lse))
@@ -179,15 +180,23 @@ def _attend(args: argparse.Namespace) -> None:
 
 def _softmax(args: argparse.Namespace) -> None:
     runner = _runner(args.engine)
-    x = runner.asarray(_cast(read_npy(args.input), args.dtype))
+    x = runner.asarray(_cast("x", read_npy(args.input), args.dtype))
     function = cuflash.log_softmax if args.log else cuflash.softmax
     with replacing(args.output) as file:
         np.save(file, runner.asnumpy(function(x, axis=args.axis, method=args.method)))
 
 
-def _cast(x: NDArray[Any], dtype: str | None) -> NDArray[Any]:
-    # ml_dtypes has given NumPy the name bfloat16.
-    return x if dtype is None else x.astype(dtype)
+def _cast(name: str, x: NDArray[Any], dtype: str | None) -> NDArray[Any]:
+    """Convert real numbers; ValueError for others, or if a finite one would become infinite."""
+    if dtype is None:
+        return x
+    if x.dtype.kind not in "biuf" and x.dtype != ml_dtypes.bfloat16:
+        raise ValueError(f"{name} has dtype {x.dtype}; --dtype converts real numbers only")
+    with np.errstate(over="ignore"):
+        converted = x.astype(dtype)  # ml_dtypes has given NumPy the name bfloat16
+    if (np.isinf(converted) & np.isfinite(x)).any():
+        raise ValueError(f"{name} holds numbers too large for --dtype {dtype}")
+    return converted
 
 
 def _head(text: str) -> int | None:

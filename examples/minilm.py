@@ -268,7 +268,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # ml_dtypes, which cuflash imports, has given NumPy the name bfloat16.
     dtype = np.dtype(args.attention_dtype)
-    model = Model(args.model, import_module(args.array_library), attention_dtype=dtype)
+    try:
+        xp = import_module(args.array_library)
+        if xp is not np:
+            xp.cuda.runtime.getDeviceCount()  # raises if there is none
+    except (ImportError, RuntimeError) as error:
+        parser.error(f"--array-library {args.array_library}: {error}")
+    model = Model(args.model, xp, attention_dtype=dtype)
+    layers = model.encoder.config.num_hidden_layers
+    if args.write_layer and not 0 <= args.layer < layers:
+        parser.error(f"--layer {args.layer}: the model has layers 0 to {layers - 1}")
     if args.check:
         error = check(model)
         print(

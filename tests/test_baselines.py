@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import array_api_strict
 import ml_dtypes
 import numpy as np
 import pytest
@@ -95,17 +94,24 @@ def test_what_is_not_seen_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tq", "tk", "batch"), [(0, 3, (2,)), (3, 0, (2,)), (2, 3, (0,)), (1, 1, ())]
+    ("tq", "tk", "batch"), [(0, 3, (2,)), (3, 0, (2,)), (2, 3, (0,)), (2, 0, (0, 3)), (1, 1, ())]
 )
-def test_empty_axes(tq: int, tk: int, batch: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "query_offset": 9}, {"window": (9, 9)}, {"key_lengths": None}]
+)
+def test_empty_axes(tq: int, tk: int, batch: tuple[int, ...], options: dict[str, Any]) -> None:
     q, k = np.ones((*batch, tq, 4)), np.ones((*batch, tk, 4))
-    out, lse = materialized_attention(q, k, k, return_lse=True)
+    if "key_lengths" in options:
+        options = {"key_lengths": np.full(batch, tk), "query_lengths": np.full(batch, tq)}
+    out, lse = materialized_attention(q, k, k, return_lse=True, **options)
     assert out.shape == q.shape
     np.testing.assert_array_equal(out, 1.0 if tk else 0.0)
     np.testing.assert_array_equal(lse, 2.0 if tk else -np.inf)
 
 
 def test_arrays_of_other_libraries() -> None:
+    import array_api_strict
+
     x = {name: array_api_strict.asarray(a) for name, a in operands().items()}
     out = materialized_attention(**x)
     assert type(out) is type(x["q"])

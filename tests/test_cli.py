@@ -109,6 +109,23 @@ def test_attend_takes_array_options_from_the_file(
     np.testing.assert_array_equal(results["lse"], lse, strict=True)
 
 
+def test_array_options_without_axes(
+    operands: dict[str, np.ndarray], files: tuple[Path, Path]
+) -> None:
+    options = {
+        "mask": np.array(True),
+        "bias": np.array(0.25),
+        "alibi_slopes": np.array(0.5),
+        "sinks": np.array(-1.0),
+        "key_lengths": np.array(3),
+    }
+    results = attend(files, operands | options)
+    options = {name: np.full((1, 1), x) for name, x in options.items()}
+    out, lse = cuflash.flash_attention(**operands, return_lse=True, **options)
+    np.testing.assert_array_equal(results["out"], out, strict=True)
+    np.testing.assert_array_equal(results["lse"], lse, strict=True)
+
+
 def test_attend_groups_heads(files: tuple[Path, Path], rng: np.random.Generator) -> None:
     q, k, v = (rng.standard_normal((heads, 6, D), np.float32) for heads in (4, 2, 2))
     results = attend(files, {"q": q, "k": k, "v": v}, "--enable-gqa")
@@ -234,6 +251,64 @@ def test_single_and_named_arrays_are_not_mixed_up(
     assert_refused(["attend", str(files[0]), "-o", str(files[1])], capsys, ".npz")
     assert_refused(["softmax", str(files[0]), "-o", str(files[1]), "--axis", "4"], capsys, "axis")
     assert_untouched(files)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "fragment"),
+    [
+        (1 + 2j, "float32", "complex128"),
+        (np.datetime64("2024-01-01"), "float64", "datetime64"),
+        (np.timedelta64(5, "s"), "float32", "timedelta64"),
+        ("7", "float32", "<U1"),
+        (b"7", "float32", "|S1"),
+        (1e5, "float16", "float16"),
+        (70000, "float16", "float16"),
+        (1e300, "float32", "float32"),
+        (-1e300, "bfloat16", "bfloat16"),
+    ],
+    ids=str,
+)
+def test_what_a_conversion_would_change_is_refused(
+    value: Any,
+    dtype: str,
+    fragment: str,
+    files: tuple[Path, Path],
+    operands: dict[str, np.ndarray],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    x = np.full((2, 3, 5, 4), value)
+    with open(files[0], "wb") as file:
+        np.save(file, x)
+    options = ["-o", str(files[1]), "--engine", "host", "--dtype", dtype]
+    assert_refused(["softmax", str(files[0]), *options], capsys, "x ", fragment)
+    save(files[0], operands | {"q": x})
+    assert_refused(["attend", str(files[0]), *options], capsys, "q ", fragment)
+    assert_untouched(files)
+
+
+@pytest.mark.parametrize(
+    "x", [np.array([True, False]), np.array([3, -7]), np.array([1.0, -np.inf])]
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_real_numbers_are_converted(x: np.ndarray, dtype: str, files: tuple[Path, Path]) -> None:
+    with open(files[0], "wb") as file:
+        np.save(file, x)
+    command = ["softmax", str(files[0]), "-o", str(files[1]), "--engine", "host", "--dtype", dtype]
+    assert main(command) == 0
+    expected = cuflash.softmax(x.astype(dtype))
+    result = np.load(files[1])
+    if dtype == "bfloat16":
+        result = result.view(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(result, expected, strict=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "pathconf"), reason="this system does not tell")
+def test_names_as_long_as_the_file_system_allows(
+    operands: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    output = tmp_path / ("x" * os.pathconf(tmp_path, "PC_NAME_MAX"))
+    attend((tmp_path / "in", output), operands)
+    assert set(tmp_path.iterdir()) == {tmp_path / "in", output}
 
 
 def test_output_that_cannot_be_written_is_one_line(

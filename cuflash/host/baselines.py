@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..problem import AttentionArrays, AttentionProblem, accumulator
+from .online import divisor, shift
 from .score import (
     Visible,
     broadcast,
@@ -20,6 +21,8 @@ def materialized_attention(
     problem: AttentionProblem, arrays: AttentionArrays, out: np.ndarray, lse: np.ndarray
 ) -> None:
     """Fill `out` and `lse` by one whole-array operation after the other."""
+    if 0 in problem.lse_shape:
+        return
     dtype = accumulator(problem.dtype)
     every_entry = tuple(slice(0, size) for size in problem.batch_shape)
     block = select(broadcast(problem, arrays), every_entry)
@@ -39,12 +42,11 @@ def materialized_attention(
                 dtype=dtype,
             )
         m = s.max(axis=-1, keepdims=True, initial=-np.inf)
-        m = np.where(m == -np.inf, 0, m)
-        p = np.exp(s - m)
+        p = np.exp(s - shift(m))
         total = p.sum(axis=-1, keepdims=True)
         if block.query_lengths is not None:
             total = np.where(row_numbers(rows) < block.query_lengths[..., None, None], total, 0)
         empty = total == 0
-        p = np.where(empty, 0, p / np.where(empty, 1, total))[..., s.shape[-1] - problem.tk :]
+        p = np.where(empty, 0, p / divisor(total))[..., s.shape[-1] - problem.tk :]
         out[...] = weighted_values(p, block.v.astype(dtype), seen)
-        lse[...] = np.where(empty, -np.inf, m + np.log(np.where(empty, 1, total)))[..., 0]
+        lse[...] = np.where(empty, -np.inf, m + np.log(total))[..., 0]

@@ -28,6 +28,14 @@ def divisor(normalizer: np.ndarray) -> np.ndarray:
     return np.where(normalizer == 0, normalizer.dtype.type(1), normalizer)
 
 
+def _larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the maximum, of two zeros the one that their sum is.
+
+    `numpy.maximum` of 0.0 and -0.0 is one or the other, whichever comes first.
+    """
+    return np.where((a == 0) & (b == 0), a + b, np.maximum(a, b))
+
+
 def logsumexp(maximum: np.ndarray, normalizer: np.ndarray) -> np.ndarray:
     """Return maximum + log(normalizer): the maximum itself, bit for bit, if that is the whole sum.
 
@@ -61,7 +69,7 @@ def merge_softmax(
     dtype = maximum.dtype
     maxima = [np.broadcast_to(np.asarray(m, dtype), maximum.shape) for m, _ in parts]
     with np.errstate(all="ignore"):
-        m = reduce(np.maximum, maxima)
+        m = reduce(_larger, maxima)
         total = _weighted_sum(
             [np.exp(part - shift(m)) for part in maxima],
             [np.asarray(sums, dtype) for _, sums in parts],

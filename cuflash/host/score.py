@@ -150,7 +150,15 @@ def modify(
         # Far below the cap a score stays as it is, and s / cap could lose it to underflow.
         np.copyto(s, capped, where=~(np.abs(s) < cap * softcap_linear(s.dtype)))
     if block.bias is not None:
-        np.add(s, block.bias[..., rows, keys], out=s, casting="same_kind")
+        bias = block.bias[..., rows, keys]
+        if bias.dtype.itemsize <= s.dtype.itemsize:
+            np.add(s, bias, out=s)
+        else:
+            # A finite sum stays finite in fewer bits: a row that sees keys of bias -1e300 only, as
+            # masks are written by some, is their mean and not empty.
+            total, largest = s + bias, np.finfo(s.dtype).max
+            np.clip(total, -largest, largest, out=total, where=np.isfinite(total))
+            np.copyto(s, total, casting="same_kind")
     if block.alibi_slopes is not None:
         positions = positions_of(problem, block, rows)
         distance = np.abs(positions - np.arange(keys.start, keys.stop)).astype(s.dtype)

@@ -22,8 +22,13 @@ from ..problem import SoftmaxProblem
 from .blocks import BLOCK_BYTES, Box, boxes, for_each_run, memory_order, volume
 from .online import divisor, logsumexp, shift
 
-#: Longest row that `auto` holds in scratch; beyond it a few rows no longer fit in cache.
-_FUSED_LENGTH = 1 << 16
+#: Longest row that `auto` holds in scratch. Memory sets it, a row for each thread: online, which
+#: takes each exponential twice, took 1.5 to 2.6 times as long at all lengths from 2^16 to 2^23
+#: (float32, AMD Zen 4).
+_FUSED_LENGTH = 1 << 20
+#: The same where rows lie side by side, of which a block takes several: lines that are read for one
+#: element cost more (1.5 times as long as online at 2^16, 3 times at 2^17).
+_FUSED_LENGTH_BESIDE = 1 << 16
 #: An online row is cut in about this many tiles...
 _ONLINE_TILES = 8
 #: ...of at least and at most so many elements: a tile must outweigh some twenty NumPy calls.
@@ -36,9 +41,9 @@ _SHORT = 64
 _BESIDE = 16, 80
 
 
-def _tile_length(length: int, method: str) -> int:
-    """Return how much of a row is in scratch at a time."""
-    if method == "fused" or (method != "online" and length <= _FUSED_LENGTH):
+def _tile_length(length: int, method: str, longest: int) -> int:
+    """Return how much of a row is in scratch at a time: up to `longest` all, if methods may."""
+    if method == "fused" or (method != "online" and length <= longest):
         return max(1, length)
     low, high = _ONLINE_TILE_RANGE
     return min(max(low, (1 << (length - 1).bit_length()) // _ONLINE_TILES), high)
@@ -66,12 +71,13 @@ class _Cut:
         axes = [a for a in range(len(shape)) if a not in problem.axes]
         kept = [axes[i] for i in memory_order([strides[a] for a in axes])]
         length = math.prod(shape[a] for a in problem.axes)
-        tile = _tile_length(length, problem.method)
-        rows = max(1, BLOCK_BYTES // problem.accumulator.itemsize // tile)
         along = min((abs(strides[a]) for a in problem.axes if shape[a] > 1), default=0)
         across = min((abs(strides[a]) for a in kept if shape[a] > 1), default=0)
         beside = 0 < across < along
-        if tile <= _SHORT or (beside and tile <= _FUSED_LENGTH):
+        longest = _FUSED_LENGTH_BESIDE if beside else _FUSED_LENGTH
+        tile = _tile_length(length, problem.method, longest)
+        rows = max(1, BLOCK_BYTES // problem.accumulator.itemsize // tile)
+        if tile <= _SHORT or (beside and tile <= longest):
             low, high = _BESIDE
             rows = max(rows + low, min(low * rows, high))
         return cls(
@@ -349,7 +355,7 @@ def softmax(
 
     def each(work: Callable[[int, _Block], None]) -> None:
         def run(blocks: range) -> None:
-            scratch = np.empty((3, capacity), dtype)
+            scratch = np.empty((2, capacity), dtype)
             for i in blocks:
                 work(i, _Block(cut, cut.blocks[i], mask, scratch))
 

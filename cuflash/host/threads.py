@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
+from operator import itemgetter
+from queue import SimpleQueue
 from typing import Any
 
 import threadpoolctl
@@ -81,30 +85,96 @@ class _BlasHold:
 single_threaded_blas = _BlasHold()
 
 
+class _Batch:
+    """The tasks of one call, which threads take one after the other until none is left.
+
+    It goes without locks, since an interrupt could leave one held: the operations of a deque and of
+    a set are atomic.
+    """
+
+    def __init__(self, tasks: Sequence[Callable[[], None]]) -> None:
+        self._waiting = deque(enumerate(tasks))
+        self.errors: list[tuple[int, BaseException]] = []
+        self._busy: set[int] = set()
+        self._left: SimpleQueue[None] = SimpleQueue()
+
+    def _take(self) -> tuple[int, Callable[[], None]] | None:
+        with suppress(IndexError):
+            return self._waiting.popleft()
+        return None
+
+    def work(self) -> None:
+        """Run tasks in a thread of the pool; an error drops those that wait."""
+        thread = threading.get_ident()
+        # Before it takes a task, so that each task is waiting or in busy hands until it has ended.
+        self._busy.add(thread)
+        while taken := self._take():
+            number, task = taken
+            try:
+                task()
+            except BaseException as error:
+                self.errors.append((number, error))
+                self._waiting.clear()
+        self._busy.discard(thread)
+        self._left.put(None)
+
+    def work_here(self) -> None:
+        """Run tasks in the thread of the caller, who gets the error."""
+        while taken := self._take():
+            taken[1]()
+
+    def wait(self) -> None:
+        """Return when all tasks have ended."""
+        while self._waiting or self._busy:
+            self._left.get()
+
+    def abandon(self) -> None:
+        """Drop the tasks that wait and await those that run, through any number of interrupts."""
+        while True:
+            try:
+                self._waiting.clear()
+                while self._busy:  # the interrupt may have swallowed a word of `_left`
+                    time.sleep(1e-3)
+                return
+            except BaseException:
+                continue
+
+
 def run(tasks: Sequence[Callable[[], None]]) -> None:
     """Run every task, on the pool if there are several; a call from within a task runs inline.
 
-    Returns when all have ended. If one raises, those not yet begun are dropped, those running are
-    awaited, so that nothing is written after the error reaches the caller, and the first error is
-    raised.
+    Returns when all have ended. If one raises, or the caller is interrupted, those not yet begun
+    are dropped, those running are awaited, so that nothing is written after the error reaches the
+    caller, and the first error is raised.
     """
     with single_threaded_blas():
         if len(tasks) <= 1 or getattr(_inside, "worker", False) or worker_count() == 1:
             for task in tasks:
                 task()
             return
-        futures: list[Future[None]] = [_pool().submit(task) for task in tasks]
-        error: BaseException | None = None
-        for future in futures:
-            try:
-                future.result()
-            except BaseException as raised:
-                if error is None:
-                    error = raised
-                    for other in futures:
-                        other.cancel()
-        if error is not None:
-            raise error
+        batch = _Batch(tasks)
+        try:
+            if not _offer(batch.work, min(len(tasks), worker_count())):
+                batch.work_here()
+            batch.wait()
+        except BaseException:
+            batch.abandon()
+            raise
+        if batch.errors:
+            raise min(batch.errors, key=itemgetter(0))[1]
+
+
+def _offer(work: Callable[[], None], times: int) -> bool:
+    """Let the pool call `work` some times; False if it does not take them all.
+
+    It takes none while the interpreter ends: at exit, or in a thread that outlives the main one.
+    """
+    try:
+        for _ in range(times):
+            _pool().submit(work)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _after_fork() -> None:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,6 +205,39 @@ def test_missing_model_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str
         minilm.main(["--model", str(tmp_path)])
     assert exit.value.code == 2
     assert "make minilm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layer", ["-1", "2", "99"])
+def test_missing_layer_is_told(
+    layer: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "layer.npz"
+    with pytest.raises(SystemExit) as exit:
+        minilm.main(["--model", str(folder), "--write-layer", str(path), "--layer", layer])
+    assert exit.value.code == 2
+    assert f"--layer {layer}: the model has layers 0 to 1" in capsys.readouterr().err
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_missing_device_is_told(
+    installed: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def no_device() -> int:
+        raise RuntimeError("no CUDA-capable device is detected")
+
+    runtime = SimpleNamespace(getDeviceCount=no_device)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)) if installed else None
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    with pytest.raises(SystemExit) as exit:
+        minilm.main(["--model", str(folder), "--array-library", "cupy", "cat"])
+    assert exit.value.code == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "--array-library cupy: " in message
+    assert ("no CUDA-capable device" in message) == installed
 
 
 fetched = pytest.mark.skipif(

@@ -170,6 +170,53 @@ class TestTiles:
         assert computed == [(0, 0)] * 2
 
 
+class TestRange:
+    """Numbers far from 1 whose results are not."""
+
+    @pytest.mark.parametrize("tk", [3, 600])
+    def test_scores_in_range_of_operands_that_are_not(self, tk: int) -> None:
+        """Multiplying q by the scale would overflow."""
+        q, v = np.full((5, 2), 1e30, np.float32), np.ones((tk, 3), np.float32)
+        k = np.linspace(0, 1e-30, 2 * tk, dtype=np.float32).reshape(tk, 2)
+        out, lse = flash_attention(q, k, v, scale=1e10, return_lse=True)
+        expected, expected_lse = cuflash.reference.attention(q, k, v, scale=1e10)
+        assert expected_lse[0] > 1e10
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+        np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    def test_a_cap_far_above_the_scores_changes_no_bit(self, dtype: Any) -> None:
+        """The scores divided by it are subnormal."""
+        q, k, v = np.random.default_rng(0).standard_normal((3, 40, 8)).astype(dtype)
+        q *= dtype(1e-3)
+        cap = float(np.finfo(dtype).max)
+        got = flash_attention(q, k, v, softcap=cap, return_lse=True)
+        for x, expected in zip(got, flash_attention(q, k, v, return_lse=True), strict=True):
+            np.testing.assert_array_equal(x, expected)
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
+    @pytest.mark.parametrize(
+        "function", [flash_attention, cuflash.baselines.materialized_attention]
+    )
+    def test_a_finite_bias_past_the_accumulator_is_finite(
+        self, dtype: Any, function: Callable[..., Any]
+    ) -> None:
+        """A row with nothing but such a bias is a row like others; -inf is still -inf."""
+        q, k = np.ones((4, 8), dtype), np.ones((6, 8), dtype)
+        v = np.random.default_rng(0).standard_normal((6, 3)).astype(dtype)
+        bias = np.zeros((4, 6))
+        bias[0] = -1e300
+        bias[1, 1:] = -1e300
+        bias[2, 2] = 1e300
+        bias[3] = -np.inf
+        out, lse = function(q, k, v, bias=bias, return_lse=True)
+        expected = cuflash.reference.attention(q, k, v, bias=bias)[0]
+        np.testing.assert_allclose(expected[0], v.astype(np.float64).mean(axis=0), rtol=1e-12)
+        np.testing.assert_allclose(out.astype(np.float64), expected, rtol=8e-3, atol=8e-3)
+        largest = np.finfo(np.float32).max
+        np.testing.assert_array_equal(lse[[0, 2, 3]], np.float32([-largest, largest, -np.inf]))
+
+
 class TestMemory:
     """The bounds of the accuracy contract's memory line; B=1, H=8, D=64 unless said otherwise."""
 

@@ -114,6 +114,7 @@ def test_the_size_of_blocks_changes_no_bit(rng, monkeypatch):
         ((2000, 4000), 1, ["auto", *METHODS]),
         ((2000, 4000), 0, ["auto", *METHODS]),
         ((200_000, 40), 0, ["auto", *METHODS]),
+        ((12, 1_000_000), 1, ["auto", "naive", "online"]),
         ((8_000_000,), 0, ["auto", "naive", "online"]),  # fused holds the row, here the array
     ],
 )
@@ -149,6 +150,20 @@ def test_merges_of_many_parts(rng):
     expected = np.einsum("pt,ptd->td", np.delete(weights, 2, 0), np.delete(outs, 2, 0))
     np.testing.assert_allclose(out, expected, rtol=1e-13)
     np.testing.assert_allclose(lse, reference.logsumexp(lses, 0), rtol=1e-14)
+
+
+def test_auto_holds_long_rows_in_scratch(rng):
+    """Up to a mebi-element; where rows lie side by side, fewer."""
+    for shape, axis, method in [
+        ((2, 1 << 20), 1, "fused"),
+        ((1, (1 << 20) + 1), 1, "online"),
+        ((1 << 16, 3), 0, "fused"),
+        (((1 << 16) + 1, 3), 0, "online"),
+    ]:
+        x = 5 * rng.standard_normal(shape)
+        results = {m: cuflash.softmax(x, axis, method=m) for m in ("auto", "fused", "online")}
+        np.testing.assert_array_equal(results["auto"], results[method])
+        assert (results["fused"] != results["online"]).any()
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (4, 1, 6), (2, 3, 4, 5)])

@@ -1,6 +1,9 @@
 """The thread pool, and the BLAS library that is held to one thread while it works."""
 
 import multiprocessing
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -193,6 +196,81 @@ def test_the_first_of_several_errors_is_raised() -> None:
 
     with pytest.raises(KeyError):
         threads.run([lambda: fail(KeyError()), lambda: fail(IndexError())])
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no such signals")
+def test_an_interrupt_waits_for_the_running_and_drops_the_rest() -> None:
+    """Also if the user loses patience: a task that runs on would write into arrays of the past."""
+    ended: list[str] = []
+
+    def interrupt() -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def slow() -> None:
+        for _ in range(4):
+            time.sleep(0.05)
+            interrupt()
+        time.sleep(0.05)
+        ended.append("slow")
+
+    def later() -> None:
+        time.sleep(0.01)
+        ended.append("later")
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.run([slow, *[later] * 1000])
+    assert "slow" in ended
+    count = len(ended)
+    assert count < 100
+    time.sleep(0.03)
+    assert len(ended) == count
+    assert blas_threads() == {GIVEN}
+    test_every_task_runs_once(7)
+
+
+AT_THE_END = """
+import atexit, threading
+import numpy as np
+import cuflash
+from cuflash.host import threads
+
+threads.worker_count = lambda: 2
+x = np.ones((8, 300, 4))
+expected = cuflash.flash_attention(x, x, x)
+
+def attend():
+    np.testing.assert_array_equal(cuflash.flash_attention(x, x, x), expected)
+    try:
+        threads.run([lambda: None, lambda: 1 // 0, lambda: None])
+    except ZeroDivisionError:
+        print("done")
+
+def outlive():
+    threading.main_thread().join()
+    attend()
+
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    "how", ["threading.Thread(target=outlive).start()", "atexit.register(attend)"]
+)
+def test_calls_while_the_interpreter_ends(how: str) -> None:
+    """The pool of Python's library takes no work then."""
+    program = AT_THE_END.format(how)
+    done = subprocess.run(
+        [sys.executable, "-c", program], text=True, capture_output=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
+
+
+def test_a_pool_that_can_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    test_every_task_runs_once(7)
 
 
 def test_a_nested_call_runs_inline() -> None:

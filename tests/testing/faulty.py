@@ -152,7 +152,9 @@ def merge_attention(out_a, lse_a, out_b, lse_b, *, fault=None):
             for lse, part in zip((lse_a, lse_b), parts, strict=True)
         ]
     out = sum(parts) / np.where(total == 0, 1, total)
-    lse = np.where(total[..., 0] == 0, -np.inf, shift + np.log(total[..., 0]))
+    lse = shift + np.log(total[..., 0])
+    if fault != "loses the sign of zero":
+        lse = np.where(total[..., 0] == 1, shift, lse)
     return out.astype(out_a.dtype), lse.astype(lse_a.dtype)
 
 
@@ -160,6 +162,8 @@ def merge_attention(out_a, lse_a, out_b, lse_b, *, fault=None):
 def merge_softmax(a, b, *, fault=None):
     """merge_softmax of (maximum, normalizer) pairs."""
     m = np.maximum(a[0], b[0])
+    if fault != "maximum by order":
+        m = np.where((a[0] == 0) & (b[0] == 0), a[0] + b[0], m)
     shift = m if fault == "no guard of empty parts" else np.where(m == -np.inf, 0, m)
     if fault == "missing rescale":
         return m, a[1] + b[1]

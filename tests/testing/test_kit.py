@@ -146,7 +146,13 @@ def test_a_wrong_gradient_is_caught():
 
 
 @pytest.mark.parametrize(
-    "fault", ["no guard of empty parts", "shifts by the first lse", "multiplies by zero"]
+    "fault",
+    [
+        "no guard of empty parts",
+        "shifts by the first lse",
+        "multiplies by zero",
+        "loses the sign of zero",
+    ],
 )
 def test_a_merge_that_is_no_monoid_is_caught(fault):
     law = softmax_properties.merge_attention_is_a_monoid
@@ -155,7 +161,9 @@ def test_a_merge_that_is_no_monoid_is_caught(fault):
     assert_caught(partial(law, partial(faulty.merge_attention, fault=fault)), wide)
 
 
-@pytest.mark.parametrize("fault", ["no guard of empty parts", "poisoned maximum"])
+@pytest.mark.parametrize(
+    "fault", ["no guard of empty parts", "poisoned maximum", "maximum by order"]
+)
 def test_states_that_are_no_monoid_are_caught(fault):
     law = softmax_properties.merge_softmax_is_a_monoid
     run(partial(law, faulty.merge_softmax), merge_problems(), 25)
