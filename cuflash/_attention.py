@@ -305,9 +305,15 @@ def open_call(
 
 
 def _by_role(given: AttentionArrays) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Split the arguments into operands, array options, and lengths and offsets."""
-    items = tuple(given._asdict().items())
-    return dict(items[:3]), dict(items[3:7]), dict(items[7:])
+    """Split the arguments into operands, array options, and lengths and offsets; None is left out.
+
+    An operand that is None stays, to be refused by name.
+    """
+    names = given._fields
+    operands = dict(zip(names[:3], given[:3], strict=True))
+    options = {names[i]: given[i] for i in range(3, 7) if given[i] is not None}
+    values = {names[i]: given[i] for i in range(7, 10) if given[i] is not None}
+    return operands, options, values
 
 
 def _check_method(problem: AttentionProblem, core: engine.Engine, engine_name: str) -> None:

@@ -47,7 +47,7 @@ _MAX_KEYS = 8192
 _FEW_BLOCKS = 4
 _LONG_KEYS = 16384
 # Scores that take longer than handing a block to another thread.
-_WORTH_THREADS = 2**18
+_WORTH_THREADS = 2**19
 # Rows up to here are reduced column by column.
 _SHORT_ROW = 32
 _MAX_SPLITS = 8
