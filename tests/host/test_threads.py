@@ -198,7 +198,16 @@ def test_the_first_of_several_errors_is_raised() -> None:
         threads.run([lambda: fail(KeyError()), lambda: fail(IndexError())])
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT raise, also where the suite runs in the background and inherits that it does not."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no such signals")
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_waits_for_the_running_and_drops_the_rest() -> None:
     """Also if the user loses patience: a task that runs on would write into arrays of the past."""
     ended: list[str] = []
