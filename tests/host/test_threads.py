@@ -200,7 +200,7 @@ def test_the_first_of_several_errors_is_raised() -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Let SIGINT raise, also where the suite runs in the background and inherits that it does not."""
+    """Let SIGINT raise also where the suite inherits that it is ignored, as in the background."""
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, inherited)
