@@ -230,18 +230,27 @@ def _attend(
     lse: np.ndarray | None,
 ) -> None:
     """Compute one tile of query rows over a range of key tiles: fill `out` and `lse`."""
-    online = partial(_online, problem, plan, block, rows, tiles, scores, out)
-    state = online(hide_unseen=False)
-    if not np.isfinite(state.numerator).all():
+    online = partial(_online, problem, plan, rows, tiles, scores, out)
+    maximum, normalizer, numerator = online(block, hide_unseen=False)
+    mean: np.ndarray | None = None
+    if not np.isfinite(numerator).all():
         # A weight of 0 does not hide a NaN or inf in a value: only now is it asked who sees which.
-        state = online(hide_unseen=True)
-    maximum, normalizer, numerator = state
+        maximum, normalizer, numerator = online(block, hide_unseen=True)
+        if _sum_can_overflow(block.v):
+            # The sum of finite values can leave the range of its type where their mean does not.
+            total, shrink = numerator.copy(), numerator.dtype.type(2.0 ** -problem.tk.bit_length())
+            shrunk = online(block._replace(v=block.v * shrink), hide_unseen=True).numerator
+            weight = divisor(normalizer)[..., None]
+            mean = np.where(np.isfinite(total), total / weight, shrunk / weight / shrink)
     if block.query_lengths is not None:
         past = row_numbers(rows)[:, 0] >= block.query_lengths[..., None]
         past = np.broadcast_to(past, normalizer.shape)
         normalizer[past] = 0
-        numerator[past] = 0
-    np.divide(numerator, divisor(normalizer)[..., None], out=out, casting="same_kind")
+        (numerator if mean is None else mean)[past] = 0
+    if mean is None:
+        np.divide(numerator, divisor(normalizer)[..., None], out=out, casting="same_kind")
+    else:
+        out[...] = mean
     if lse is not None:
         lse[...] = np.where(normalizer == 0, -np.inf, maximum + np.log(normalizer))
 
@@ -249,11 +258,11 @@ def _attend(
 def _online(
     problem: AttentionProblem,
     plan: TilePlan,
-    block: AttentionArrays,
     rows: slice,
     tiles: tuple[int, int],
     scores: np.ndarray,
     out: np.ndarray,
+    block: AttentionArrays,
     *,
     hide_unseen: bool,
 ) -> _State:
@@ -319,6 +328,12 @@ def _online(
         target[...] = 0
         state = _State(np.full(shape, -np.inf, dtype), np.zeros(shape, dtype), target)
     return state
+
+
+def _sum_can_overflow(v: np.ndarray) -> bool:
+    """Tell whether the finite values of as many tokens can add up to more than their type holds."""
+    largest = np.max(np.abs(v), where=np.isfinite(v), initial=0)
+    return bool(largest > np.finfo(v.dtype).max / v.shape[-2])
 
 
 def _row_maximum(rows: np.ndarray) -> np.ndarray:

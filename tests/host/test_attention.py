@@ -324,3 +324,25 @@ class TestShapes:
             np.testing.assert_allclose(out, np.broadcast_to(expected, out.shape), atol=1e-14)
             expected_lse = np.log(total[..., 0])
         np.testing.assert_allclose(lse, np.broadcast_to(expected_lse, lse.shape), atol=1e-14)
+
+
+@pytest.mark.parametrize("splits", [None, 2])
+@pytest.mark.parametrize(
+    ("dtype", "large"), [(np.float64, 1.7e308), (np.float32, 3e38), (ml_dtypes.bfloat16, 3e38)]
+)
+def test_the_mean_of_large_values_is_in_range_where_their_sum_is_not(
+    dtype: type, large: float, splits: int | None, rng: np.random.Generator
+) -> None:
+    q, k = (rng.standard_normal((n, 8)).astype(dtype) for n in (30, 1300))
+    v = np.full((1300, 3), large).astype(dtype)
+    v[:, 1] *= np.where(np.arange(1300) % 2, 1, -1).astype(dtype)
+    options = {"causal": True, "query_lengths": 28}
+    out = flash_attention(q, k, v, num_splits=splits, **options)
+    expected, _ = cuflash.reference.attention(q, k, v, **options)
+    eps = 8e-3 if dtype is ml_dtypes.bfloat16 else 1000 * np.finfo(dtype).eps
+    np.testing.assert_allclose(out.astype(float) / large, expected / large, atol=eps)
+    v[1290, 2] = np.inf  # seen by the last rows only
+    again = flash_attention(q, k, v, num_splits=splits, **options)
+    sees = np.arange(30) + 1300 - 28 >= 1290
+    np.testing.assert_array_equal(np.isinf(again[:28, 2]), sees[:28])
+    np.testing.assert_array_equal(again[:, :2], out[:, :2])
