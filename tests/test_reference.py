@@ -434,3 +434,11 @@ class TestOnline:
         failures, tried = doctest.testmod(_online)
         assert failures == 0
         assert tried > 0
+
+
+def test_a_row_that_sees_nothing_has_gradient_zero_whatever_comes_back() -> None:
+    dy, nothing = np.array([[np.nan, np.inf]]), np.full((1, 2), -np.inf)
+    np.testing.assert_array_equal(reference.softmax_vjp(dy, np.zeros((1, 2))), [[0, 0]])
+    np.testing.assert_array_equal(reference.log_softmax_vjp(dy, nothing), [[0, 0]])
+    back = reference.logsumexp_vjp(dy[:, 0], nothing, np.array([-np.inf]))
+    np.testing.assert_array_equal(back, [[0, 0]])

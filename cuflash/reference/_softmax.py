@@ -107,11 +107,15 @@ def softmax_vjp(
     where: ArrayLike | None = None,
     precision: DTypeLike = np.longdouble,
 ) -> Result:
-    """Pull `dy` back through ``y = softmax(x)``: ``dx = y * (dy - sum(y * dy))``, 0 if unseen."""
+    """Pull `dy` back through ``y = softmax(x)``: ``dx = y * (dy - sum(y * dy))``, 0 if unseen.
+
+    A row that is 0 throughout, which is that of an x of -inf, has gradient 0 whatever `dy` holds.
+    """
     dy, y = widen(dy, precision), widen(y, precision)
     seen = _seen(where, y)
-    inner = np.where(seen, y * dy, 0).sum(axis=axis, keepdims=True)
-    return narrow(np.where(seen, y * (dy - inner), 0))
+    alive = seen & (np.where(seen, y, 0) != 0).any(axis=axis, keepdims=True)
+    inner = np.where(alive, y * dy, 0).sum(axis=axis, keepdims=True)
+    return narrow(np.where(alive, y * (dy - inner), 0))
 
 
 @ieee
