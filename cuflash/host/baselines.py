@@ -8,7 +8,6 @@ from ..problem import AttentionArrays, AttentionProblem, accumulator
 from .online import divisor, shift
 from .score import (
     Visible,
-    broadcast,
     modify,
     row_numbers,
     seen_pairs,
@@ -24,8 +23,7 @@ def materialized_attention(
     if 0 in problem.lse_shape:
         return
     dtype = accumulator(problem.dtype)
-    every_entry = tuple(slice(0, size) for size in problem.batch_shape)
-    block = select(broadcast(problem, arrays), every_entry)
+    block = select(problem, arrays, ())
     rows, keys = slice(0, problem.tq), slice(0, problem.tk)
     with np.errstate(all="ignore"):
         s = np.empty((*problem.lse_shape, problem.tk), dtype)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
+
+from ..problem import c_strides
 
 #: Bytes. A cache line, and what JAX asks of an array that it takes over without a copy.
 ALIGNMENT = 64
@@ -19,17 +22,20 @@ def empty(
     Axes with stride 0 (broadcast) go outermost: a result is never interleaved by an axis that its
     model does not have.
     """
-    if strides is None:
-        return _aligned(shape, dtype)
-    order = sorted(
-        range(len(shape)), key=lambda axis: -abs(strides[axis]) if strides[axis] else -np.inf
-    )
-    places = sorted(range(len(shape)), key=order.__getitem__)
-    return _aligned([shape[axis] for axis in order], dtype).transpose(places)
-
-
-def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    size = math.prod(shape) * dtype.itemsize
+    size, result_strides = _layout(shape, dtype.itemsize, strides)
     memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory.data)) % ALIGNMENT
+    return np.ndarray(shape, dtype, memory, start, result_strides)
+
+
+@lru_cache(maxsize=1024)
+def _layout(
+    shape: tuple[int, ...], itemsize: int, strides: tuple[int, ...] | None
+) -> tuple[int, tuple[int, ...]]:
+    """Return the bytes and the strides of an array whose axes lie in the order of `strides`."""
+    order = list(range(len(shape)))
+    if strides is not None:
+        order.sort(key=lambda axis: -abs(strides[axis]) if strides[axis] else -math.inf)
+    packed = c_strides([shape[axis] for axis in order], itemsize)
+    places = sorted(order, key=order.__getitem__)
+    return math.prod(shape) * itemsize, tuple(packed[place] for place in places)

@@ -16,11 +16,11 @@ from .blocks import BLOCK_BYTES, boxes, for_each_run, memory_order
 
 
 def shift(maximum: np.ndarray) -> np.ndarray:
-    """Return what to subtract before exp: the maximum, or 0 where it is -inf.
+    """Return what to subtract before exp: the maximum, or a finite number where it is -inf.
 
     So exp(x - shift) is 0 for each x of an empty row, where -inf - -inf would be NaN.
     """
-    return np.where(maximum == -np.inf, maximum.dtype.type(0), maximum)
+    return np.maximum(maximum, np.finfo(maximum.dtype).min)
 
 
 def divisor(normalizer: np.ndarray) -> np.ndarray:

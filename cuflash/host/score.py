@@ -6,12 +6,12 @@ batch axes of the block in front, size 1 where they broadcast.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import AttentionArrays, AttentionProblem, softcap_linear
+from ..problem import FIRST_INTEGER, AttentionArrays, AttentionProblem, softcap_linear
 
 Index = tuple[slice, ...]
 
@@ -19,40 +19,52 @@ Index = tuple[slice, ...]
 _FAR = 2**62
 
 
-def broadcast(problem: AttentionProblem, arrays: AttentionArrays) -> AttentionArrays:
-    """Give every present operand all axes of the batch, by stride 0."""
-    batch = problem.batch_shape
-    scores = (*batch, problem.tq, problem.tk)
-    shapes = AttentionArrays(
-        problem.q.shape, problem.k.shape, problem.v.shape, scores, scores, *[batch] * 5
-    )
-    return AttentionArrays(
-        *(
-            x if x is None or getattr(x, "shape", None) == shape else np.broadcast_to(x, shape)
-            for x, shape in zip(arrays, shapes, strict=True)
-        )
-    )
+@lru_cache(maxsize=1024)
+def _full_shapes(problem: AttentionProblem) -> AttentionArrays:
+    """Return the shapes of all operands with every axis of the batch."""
+    batch, scores = problem.batch_shape, (*problem.lse_shape, problem.tk)
+    operands = problem.q.shape, problem.k.shape, problem.v.shape
+    return AttentionArrays(*operands, scores, scores, *[batch] * 5)
 
 
-def _cut(x: np.ndarray, index: Index) -> np.ndarray:
-    """Take a block's batch entries; an axis that broadcasts keeps size 1, its data taken once."""
-    return x[
-        tuple(
-            slice(0, 1) if stride == 0 else cut
-            for cut, stride in zip(index, x.strides, strict=False)
-        )
-    ]
+@lru_cache(maxsize=1024)
+def _is_whole(problem: AttentionProblem) -> bool:
+    """Tell whether arrays have every axis of the batch, unbroadcast, and none is of integers."""
+    specs = [getattr(problem, name) for name in AttentionArrays._fields]
+    broadcasts = any(0 in spec.strides for spec in specs if spec is not None)
+    return not broadcasts and specs[FIRST_INTEGER:] == [None] * (len(specs) - FIRST_INTEGER)
 
 
-def select(arrays: AttentionArrays, index: Index) -> AttentionArrays:
-    """Take a block's batch entries of every array; lengths and offsets become safe int64."""
-    block = AttentionArrays(*(None if x is None else _cut(x, index) for x in arrays))
-    integers = {
-        name: np.clip(x, -_FAR, _FAR).astype(np.int64)
-        for name in ("query_offset", "query_lengths", "key_lengths")
-        if (x := getattr(block, name)) is not None
-    }
-    return block._replace(**integers)
+def select(problem: AttentionProblem, arrays: AttentionArrays, index: Index) -> AttentionArrays:
+    """Take a block's batch entries of every array; lengths and offsets become safe int64.
+
+    An empty index takes all. An axis that broadcasts has size 1 in the block, its data taken once.
+    """
+    if not index and _is_whole(problem):
+        return arrays
+    block: list[np.ndarray | None] = []
+    axes = len(problem.batch_shape)
+    for x, shape in zip(arrays, _full_shapes(problem), strict=True):
+        if x is None:
+            block.append(x)
+            continue
+        if getattr(x, "shape", None) != shape:
+            x = np.broadcast_to(x, shape)
+        if 0 in x.strides:
+            parts = index or (slice(None),) * axes
+            x = x[
+                tuple(
+                    slice(0, 1) if stride == 0 else part
+                    for part, stride in zip(parts, x.strides, strict=False)
+                )
+            ]
+        elif index:
+            x = x[index]
+        block.append(x)
+    for i in range(FIRST_INTEGER, len(block)):
+        if (x := block[i]) is not None:
+            block[i] = np.clip(x, -_FAR, _FAR).astype(np.int64)
+    return AttentionArrays._make(block)
 
 
 class Visible(NamedTuple):

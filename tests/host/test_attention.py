@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
 
 import cuflash
 from cuflash import flash_attention
@@ -77,6 +78,102 @@ class TestTilePlan:
         assert TilePlan.of(problem_of((1,), 1, 10**6)).splits > 1
         assert TilePlan.of(problem_of((64,), 1, 10**6)).splits == 1
         assert TilePlan.of(problem_of((1,), 1, 10**6, num_splits=1)).splits == 1
+
+    def test_a_small_problem_is_computed_on_the_thread_that_asks(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without the pool, and without taking BLAS's threads away."""
+        engine = importlib.import_module("cuflash.host.attention")
+        asked: list[int] = []
+        monkeypatch.setattr(engine, "run", lambda tasks: asked.append(len(tasks)))
+        for batch, tokens, d, is_small in (
+            ((1, 12), 64, 64, True),
+            ((1, 12), 65, 64, False),  # BLAS would share a product
+            ((8, 4), 64, 64, True),
+            ((33,), 64, 64, False),  # two blocks
+            ((2,), 128, 16, True),
+            ((2,), 129, 15, False),  # keys innermost: their sum is BLAS's
+            ((9,), 1, 9216, True),
+            ((9,), 1, 9217, False),  # BLAS would share a matrix times a vector
+        ):
+            x = np.ones((*batch, tokens, d), np.float32)
+            flash_attention(x, x, x)
+            assert bool(asked) is not is_small, (batch, tokens, d)
+            asked.clear()
+
+
+@pytest.mark.parametrize(
+    ("tq", "tk", "d", "dv"),
+    [
+        (128, 128, 16, 16),
+        (128, 129, 16, 16),
+        (7, 128, 3, 129),
+        (7, 129, 3, 130),
+        (64, 64, 64, 64),
+        (64, 64, 64, 65),
+        (256, 128, 8, 8),
+        (257, 128, 8, 8),
+        (1, 128, 72, 72),
+        (1, 128, 73, 72),
+        (9, 32, 4, 40),
+        (9, 33, 4, 40),
+        (300, 513, 5, 5),
+        (256, 520, 3, 600),
+        (1, 1, 1, 1),
+    ],
+)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (np.float32, {}),
+        (np.float16, {}),
+        (np.float64, {"causal": True}),
+        (np.float32, {"bias": np.ones(1, np.float32), "alibi_slopes": np.float32([0.5, 0])}),
+    ],
+)
+def test_either_side_of_the_borders_of_plans(
+    tq: int,
+    tk: int,
+    d: int,
+    dv: int,
+    dtype: type,
+    options: dict[str, Any],
+    rng: np.random.Generator,
+) -> None:
+    """One tile or several, keys innermost or outermost, weights or results divided."""
+    shapes = (3, 1, tq, d), (2, tk, d), (1, 2, tk, dv)
+    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    out, lse = flash_attention(q, k, v, **options, return_lse=True)
+    expected, expected_lse = cuflash.reference.attention(q, k, v, **options)
+    for result, correct in ((out, expected), (lse, expected_lse)):
+        bound = 16 * float(np.finfo(result.dtype).eps)
+        np.testing.assert_allclose(result.astype(np.float64), correct, rtol=bound, atol=bound)
+    for name, x in (("q", q), ("k", k), ("v", v)):  # a view, end to end and not, gives the same
+        full = np.broadcast_to(x, (3, 2, *x.shape[-2:]))
+        apart = np.zeros((*full.shape, 2), dtype)[..., 0]
+        apart[...] = full
+        for other in (full, full.copy(), apart):
+            again = flash_attention(**{"q": q, "k": k, "v": v, name: other}, **options)
+            np.testing.assert_array_equal(again, out)
+
+
+@pytest.mark.parametrize("stride", [0, 4, -4, 7, 1000])
+@pytest.mark.parametrize("axis", [-2, -1])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_strides_of_axes_of_size_one_mean_nothing(
+    name: str, axis: int, stride: int, rng: np.random.Generator
+) -> None:
+    """NumPy calls such an array contiguous whatever they are, BLAS does not."""
+    shapes = {"q": (3, 5, 20), "k": (3, 7, 20), "v": (3, 7, 9)}
+    if axis == -2:
+        shapes["k"], shapes["v"], shapes["q"] = (3, 1, 20), (3, 1, 9), (3, 1, 20)
+    else:
+        shapes["q"], shapes["k"], shapes["v"] = (3, 5, 1), (3, 7, 1), (3, 7, 1)
+    x = {key: rng.standard_normal(shape, np.float32) for key, shape in shapes.items()}
+    strides = list(x[name].strides)
+    strides[axis] = stride
+    given = x | {name: as_strided(x[name], shapes[name], strides)}
+    np.testing.assert_array_equal(flash_attention(**given), flash_attention(**x))
 
 
 class TestTiles:

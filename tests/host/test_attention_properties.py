@@ -15,13 +15,17 @@ from cuflash.testing.strategies import attention_problems
 # Tiles as they ship are larger than most problems that are quick to check: with small ones, small
 # problems have many tiles, and borders between them everywhere.
 _ENGINE = importlib.import_module("cuflash.host.attention")
-_SMALL_TILES = {
-    "_QUERY_ROWS": 16,
-    "_SCORES": 16 * 32,
-    "_MIN_KEYS": 32,
-    "_MAX_KEYS": 64,
-    "_WORTH_THREADS": 2**12,
-}
+_SMALL_TILES = _ENGINE.TileSizes(
+    query_rows=16,
+    scores=16 * 32,
+    min_keys=32,
+    max_keys=64,
+    worth_threads=2**12,
+    keys_outermost=20,
+    keys_outermost_added=10,
+    small_product=2**10,
+    small_matrix=2**6,
+)
 _BORDERS = (16, 32, 64)
 
 every_property = pytest.mark.parametrize("law", ATTENTION_PROPERTIES)
@@ -33,7 +37,7 @@ def few_examples(share):
 
 
 def in_small_tiles(*operands, **options):
-    with mock.patch.multiple(_ENGINE, **_SMALL_TILES):
+    with mock.patch.object(_ENGINE, "_TILES", _SMALL_TILES):
         return cuflash.flash_attention(*operands, **options)
 
 
