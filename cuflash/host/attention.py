@@ -144,7 +144,7 @@ def _tile_plan(problem: AttentionProblem, sizes: TileSizes) -> TilePlan:
     sides = tq, tk, problem.d, problem.dv
     small = sizes.small_product if min(sides) > 1 else sizes.small_matrix
     alone = (
-        math.prod(batch_shape) <= room
+        0 < math.prod(batch_shape) <= room
         and (rows, keys) == (tq, tk)
         and tk <= keys_outermost
         and tq * tk * max(sides[2:]) <= small

@@ -102,6 +102,13 @@ class TestTilePlan:
             asked.clear()
 
 
+@pytest.mark.parametrize("name", ["query_offset", "query_lengths", "key_lengths"])
+def test_no_entries_have_no_lengths_to_look_at(name: str) -> None:
+    x, none = np.ones((0, 4, 8), np.float32), np.ones(0, np.int64)
+    out, lse = flash_attention(x, x, x, causal=True, return_lse=True, **{name: none})
+    assert (out.shape, lse.shape) == ((0, 4, 8), (0, 4))
+
+
 @pytest.mark.parametrize(
     ("tq", "tk", "d", "dv"),
     [
