@@ -311,6 +311,9 @@ def _attend(
             mean, shrink = mean.copy(), mean.dtype.type(2.0 ** -problem.tk.bit_length())
             block = block._replace(v=block.v * shrink)
             shrunk = again(block, rows, tiles, scores, out, hide_unseen=True).numerator
+            # Rounding may take a mean of the largest numbers past them; infinite values stay so.
+            largest = np.finfo(shrunk.dtype).max * shrink
+            shrunk = np.where(np.isinf(shrunk), shrunk, shrunk.clip(-largest, largest))
             mean = np.where(np.isfinite(mean), mean, shrunk / shrink)
     if block.query_lengths is not None:
         past = row_numbers(rows)[:, 0] >= block.query_lengths[..., None]
@@ -343,6 +346,8 @@ def _online(
     q = _fixed_layout(block.q[..., rows, :], dtype)
     if plan.query_scale is not None:
         q = q * plan.query_scale
+    elif np.may_share_memory(q, block.k):
+        q = q.copy()  # of one array with itself NumPy takes another product, of other bits
     visible = Visible.of(problem, block, rows)
     target = out if _has_fixed_layout(out, dtype) else np.empty(out.shape, dtype)
 

@@ -102,6 +102,40 @@ class TestTilePlan:
             asked.clear()
 
 
+@pytest.mark.parametrize("options", [{}, {"scale": 1.0}, {"scale": 3.0}])
+@pytest.mark.parametrize(("tokens", "d"), [(4, 64), (64, 64), (130, 8), (300, 16)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_queries_that_are_the_keys_have_the_bits_of_copies(
+    tokens: int, d: int, dtype: type, options: dict[str, Any], rng: np.random.Generator
+) -> None:
+    """NumPy multiplies an array by its own transpose in another way than by that of a copy."""
+    x = rng.standard_normal((2, tokens, d)).astype(dtype)
+    apart = flash_attention(x, x.copy(), x, **options)
+    y = np.asfortranarray(x)
+    for same in (flash_attention(x, x, x, **options), flash_attention(y, y, x, **options)):
+        np.testing.assert_array_equal(same, apart)
+    np.testing.assert_array_equal(
+        flash_attention(x[:, 1:], x, x, **options),
+        flash_attention(x[:, 1:].copy(), x, x, **options),
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("infinite", [False, True])
+def test_the_mean_of_the_largest_numbers_is_finite(
+    dtype: type, infinite: bool, rng: np.random.Generator
+) -> None:
+    """Rounded weights may add up to more than 1; an infinite value stays infinite."""
+    q, k = rng.standard_normal((2, 40, 2)).astype(dtype)
+    v = np.full((40, 2), np.finfo(dtype).max)
+    v[:, 1] *= -1
+    if infinite:
+        v[7] = np.inf, -np.inf
+    out = flash_attention(q, k, v)
+    expected = v[7] if infinite else v[0]
+    np.testing.assert_allclose(out, np.broadcast_to(expected, out.shape), rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["query_offset", "query_lengths", "key_lengths"])
 def test_no_entries_have_no_lengths_to_look_at(name: str) -> None:
     x, none = np.ones((0, 4, 8), np.float32), np.ones(0, np.int64)
