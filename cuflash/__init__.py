@@ -1,6 +1,6 @@
 """Exact softmax and FlashAttention for arrays: NumPy or CuPy, JAX or PyTorch by DLPack."""
 
-from . import baselines, reference
+from . import analysis, baselines, reference
 from ._attention import flash_attention, workspace_size
 from ._online import SoftmaxState, merge_attention, merge_softmax, softmax_state
 from ._softmax import log_softmax, log_softmax_vjp, logsumexp, logsumexp_vjp, softmax, softmax_vjp
@@ -9,6 +9,7 @@ from ._version import __version__
 __all__ = [
     "SoftmaxState",
     "__version__",
+    "analysis",
     "baselines",
     "flash_attention",
     "log_softmax",

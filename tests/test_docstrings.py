@@ -20,7 +20,7 @@ MODULES = sorted(
 )
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (cuflash, cuflash.baselines)
+    for module in (cuflash, cuflash.analysis, cuflash.baselines)
     for name in module.__all__
     if callable(getattr(module, name))
 }

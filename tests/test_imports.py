@@ -16,7 +16,10 @@ FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 OPTIONAL_LIBRARIES = {
     "cupy": {
         "anywhere": ("device/*", "jax/*"),
-        "in functions": ("interop.py", "cli.py", "bench/*", "testing/adapters.py"),
+        "in functions": (
+            *("interop.py", "cli.py", "analysis/roofline.py"),
+            *("bench/*", "testing/adapters.py"),
+        ),
     },
     "jax": {
         "anywhere": ("jax/*",),
