@@ -1,4 +1,4 @@
-"""The command line: ``cuflash demo``, ``info``, ``attend`` and ``softmax``.
+"""The command line: ``cuflash demo``, ``info``, ``attend``, ``softmax`` and ``plot``.
 
 Exit codes: 0 done; 2 wrong arguments, files or shapes, told in one line on stderr; 130 interrupted.
 """
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 import cuflash
 
+from . import _plots
 from ._files import read_npy, read_npz, replacing
 from ._runners import DeviceRunner, HostRunner, Runner
 from .host.threads import worker_count
@@ -296,6 +297,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     softmax.add_argument("--log", action="store_true", help="log_softmax")
     softmax.set_defaults(run=_softmax)
+
+    _plots.add_command(commands, _positive)
     return parser
 
 

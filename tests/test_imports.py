@@ -118,7 +118,7 @@ def test_import_loads_no_optional_library() -> None:
     code = """
 import sys
 import cuflash
-optional = {"cupy", "jax", "torch", "scipy", "hypothesis", "matplotlib"}
+optional = {"cupy", "jax", "torch", "scipy", "hypothesis", "matplotlib", "bokeh"}
 print(sorted(optional & sys.modules.keys()))
 """
     assert run_python(code).strip() == "[]"
@@ -127,7 +127,7 @@ print(sorted(optional & sys.modules.keys()))
 def test_import_works_where_no_optional_library_is_installed() -> None:
     code = """
 import sys
-for name in ("cupy", "cuda", "jax", "torch", "scipy", "hypothesis", "matplotlib"):
+for name in ("cupy", "cuda", "jax", "torch", "scipy", "hypothesis", "matplotlib", "bokeh"):
     sys.modules[name] = None
 import cuflash
 assert all(hasattr(cuflash, name) for name in cuflash.__all__)

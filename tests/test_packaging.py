@@ -62,7 +62,7 @@ def test_wheel_holds_the_package_and_its_kernels_only(
         names = set(wheel.namelist())
     kernels = {name for name in names if name.startswith("cuflash/_kernels/")}
     assert kernels == {f"cuflash/_kernels/{path}" for path in sources}
-    assert "cuflash/py.typed" in names
+    assert {"cuflash/py.typed", "cuflash/analysis/page.js"} <= names
     assert {name.split("/")[0] for name in names} == {
         "cuflash",
         f"cuflash-{__version__}.dist-info",

@@ -1,11 +1,12 @@
 """What operations cost in memory, traffic and time, on paper: no GPU is needed."""
 
 from .roofline import GPUS, Roofline, roofline
-from .traffic import METHODS, Traffic, largest_tokens, scores_bytes, traffic
+from .traffic import METHODS, Kernel, Traffic, largest_tokens, scores_bytes, traffic
 
 __all__ = [
     "GPUS",
     "METHODS",
+    "Kernel",
     "Roofline",
     "Traffic",
     "largest_tokens",

@@ -45,8 +45,14 @@ class Roofline:
         return min(self.flops[dtype], intensity * self.bandwidth)
 
     def seconds(self, traffic: Traffic, dtype: str) -> float:
-        """Return the least time of a call, its kernels taken as one."""
-        return max(traffic.moved_bytes / self.bandwidth, traffic.flops / self.flops[dtype])
+        """Return the least time of a call, whose kernels run one after the other."""
+        return sum(
+            max(
+                (kernel.read_bytes + kernel.written_bytes) / self.bandwidth,
+                kernel.flops / self.flops[dtype],
+            )
+            for kernel in traffic.kernels
+        )
 
 
 def _gpu(name: str, terabytes: float, gigabytes: int, *teraflops: float) -> Roofline:

@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 
 from ..problem import FLOATS, accumulator
 
-__all__ = ["METHODS", "Traffic", "largest_tokens", "scores_bytes", "traffic"]
+__all__ = ["METHODS", "Kernel", "Traffic", "largest_tokens", "scores_bytes", "traffic"]
 
 #: The methods of each operation, the one that moves most first.
 METHODS: Mapping[str, tuple[str, ...]] = {
@@ -32,10 +32,21 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "attention_vjp": ("materialized", "flash"),
 }
 
-#: Operations an element: a maximum, a difference, an exp, a product, a quotient count one each.
-_SAFE_SOFTMAX_FLOPS = 7
-_ONLINE_SOFTMAX_FLOPS = 10
-_DROPOUT_BIAS_LAYER_NORM_FLOPS = 10
+
+class Kernel(NamedTuple):
+    """What one kernel reads from HBM, writes to it, and computes.
+
+    Parameters
+    ----------
+    read_bytes, written_bytes : int
+        Through HBM.
+    flops : int
+        Floating-point operations.
+    """
+
+    read_bytes: int
+    written_bytes: int
+    flops: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +55,27 @@ class Traffic:
 
     Parameters
     ----------
-    read_bytes, written_bytes : int
-        Through HBM, all kernels of the method together.
-    flops : int
-        Floating-point operations.
+    kernels : tuple of Kernel
+        In the order in which they run.
     auxiliary_bytes : int
         Memory beyond operands and results, at its peak.
     operand_bytes : int
         Operands and results.
     """
 
-    read_bytes: int
-    written_bytes: int
-    flops: int
+    kernels: tuple[Kernel, ...]
     auxiliary_bytes: int
     operand_bytes: int
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from HBM."""
+        return sum(kernel.read_bytes for kernel in self.kernels)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written to HBM."""
+        return sum(kernel.written_bytes for kernel in self.kernels)
 
     @property
     def moved_bytes(self) -> int:
@@ -66,21 +83,19 @@ class Traffic:
         return self.read_bytes + self.written_bytes
 
     @property
-    def memory_bytes(self) -> int:
-        """Bytes of memory in use at the peak: operands, results and what goes beyond them."""
-        return self.operand_bytes + self.auxiliary_bytes
+    def flops(self) -> int:
+        """Floating-point operations."""
+        return sum(kernel.flops for kernel in self.kernels)
 
     @property
     def intensity(self) -> float:
         """Arithmetic intensity, FLOPs a byte moved."""
         return self.flops / self.moved_bytes
 
-
-class _Kernel(NamedTuple):
-    """Bytes that one kernel reads and writes."""
-
-    reads: int
-    writes: int
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory in use at the peak: operands, results and what goes beyond them."""
+        return self.operand_bytes + self.auxiliary_bytes
 
 
 class _Itemsize(NamedTuple):
@@ -90,42 +105,27 @@ class _Itemsize(NamedTuple):
     accumulator: int
 
 
-def _total(kernels: Sequence[_Kernel], *, flops: int, auxiliary: int, operands: int) -> Traffic:
-    return Traffic(
-        sum(kernel.reads for kernel in kernels),
-        sum(kernel.writes for kernel in kernels),
-        flops,
-        auxiliary,
-        operands,
-    )
-
-
 def _softmax(shape: tuple[int, ...], size: _Itemsize, method: str, _: int | None) -> Traffic:
     elements, rows = math.prod(shape), math.prod(shape[:-1])
     x, statistic = elements * size.element, rows * size.accumulator
     kernels = {
         # max; sum of exp(x - max); exp(x - max) / sum. The statistics of a row travel, too.
         "naive": (
-            _Kernel(x, statistic),
-            _Kernel(x + statistic, statistic),
-            _Kernel(x + 2 * statistic, x),
+            Kernel(x, statistic, elements),
+            Kernel(x + statistic, statistic, 3 * elements),
+            Kernel(x + 2 * statistic, x, 3 * elements),
         ),
-        "online": (_Kernel(2 * x, x),),
-        "fused": (_Kernel(x, x),),
-        "cluster": (_Kernel(x, x),),
+        "online": (Kernel(2 * x, x, 10 * elements),),
+        "fused": (Kernel(x, x, 7 * elements),),
+        "cluster": (Kernel(x, x, 7 * elements),),
     }[method]
-    return _total(
-        kernels,
-        flops=elements * (_ONLINE_SOFTMAX_FLOPS if method == "online" else _SAFE_SOFTMAX_FLOPS),
-        auxiliary=2 * statistic if method == "naive" else 0,
-        operands=2 * x,
-    )
+    return Traffic(kernels, 2 * statistic if method == "naive" else 0, 2 * x)
 
 
 def _matmul(shape: tuple[int, ...], size: _Itemsize, _: str, __: int | None) -> Traffic:
     m, k, n = shape
     operands, c = (m * k + k * n) * size.element, m * n * size.element
-    return _total([_Kernel(operands, c)], flops=2 * m * k * n, auxiliary=0, operands=operands + c)
+    return Traffic((Kernel(operands, c, 2 * m * k * n),), 0, operands + c)
 
 
 def _matmul_bias_activation(
@@ -133,19 +133,17 @@ def _matmul_bias_activation(
 ) -> Traffic:
     m, _k, n = shape
     product = _matmul(shape, size, "single", None)
-    c, bias = m * n * size.element, n * size.element
-    matmul = _Kernel(product.read_bytes, product.written_bytes)
+    elements, c, bias = m * n, m * n * size.element, n * size.element
     kernels = {
-        "unfused": (matmul, _Kernel(c + bias, c), _Kernel(c, c)),
-        "fused": (_Kernel(matmul.reads + bias, c),),
+        "unfused": (
+            *product.kernels,
+            Kernel(c + bias, c, elements),
+            Kernel(c, c, elements),
+        ),
+        "fused": (Kernel(product.read_bytes + bias, c, product.flops + 2 * elements),),
     }[method]
-    return _total(
-        kernels,
-        flops=product.flops + 2 * m * n,
-        # An operation's operand and result exist at the same time; the last result is no extra.
-        auxiliary=c if method == "unfused" else 0,
-        operands=product.operand_bytes + bias,
-    )
+    # An operation's operand and result exist at the same time; the last result is no extra.
+    return Traffic(kernels, c if method == "unfused" else 0, product.operand_bytes + bias)
 
 
 def _dropout_bias_layer_norm(
@@ -155,28 +153,26 @@ def _dropout_bias_layer_norm(
     x, vector = elements * size.element, shape[-1] * size.element
     kernels = {
         # x + bias; dropout, its mask drawn anew and never stored; LayerNorm with gamma and beta.
-        "unfused": (_Kernel(x + vector, x), _Kernel(x, x), _Kernel(x + 2 * vector, x)),
-        "fused": (_Kernel(x + 3 * vector, x),),
+        "unfused": (
+            Kernel(x + vector, x, elements),
+            Kernel(x, x, 2 * elements),
+            Kernel(x + 2 * vector, x, 7 * elements),
+        ),
+        "fused": (Kernel(x + 3 * vector, x, 10 * elements),),
     }[method]
-    return _total(
-        kernels,
-        flops=elements * _DROPOUT_BIAS_LAYER_NORM_FLOPS,
-        auxiliary=x if method == "unfused" else 0,
-        operands=2 * x + 3 * vector,
-    )
+    return Traffic(kernels, x if method == "unfused" else 0, 2 * x + 3 * vector)
 
 
 def _passes(tokens: int, d: int, size: _Itemsize, on_chip_bytes: int | None) -> int:
     """Return how often a kernel of attention streams one side of the scores past the other."""
     if on_chip_bytes is None:
         return 1
-    tile = on_chip_bytes // (4 * d * size.element)
-    if tile < 1:
+    row = 4 * d * size.element
+    if on_chip_bytes < row:
         raise ValueError(
-            f"on_chip_bytes must hold a row of q, k, v and out, {4 * d * size.element} bytes, "
-            f"got {on_chip_bytes}"
+            f"on_chip_bytes must hold a row of q, k, v and out, {row} bytes, got {on_chip_bytes}"
         )
-    return -(-tokens // tile)
+    return -(-tokens // (on_chip_bytes // row))
 
 
 def _attention(
@@ -186,27 +182,21 @@ def _attention(
     heads = math.prod(batch)
     x, scores = heads * tokens * d * size.element, heads * tokens**2 * size.element
     lse = heads * tokens * size.accumulator
-    flash = method == "flash"
-    if flash:
-        passes = _passes(tokens, d, size, on_chip_bytes)
-        kernels: Sequence[_Kernel] = [_Kernel(x + passes * 2 * x, x + lse)]
-    else:
-        kernels = {
-            # S = q k^T; P = softmax(S), its rows held on chip; out = P v
-            "materialized": (
-                _Kernel(2 * x, scores),
-                _Kernel(scores, scores),
-                _Kernel(scores + x, x),
-            ),
-            # P = softmax(q k^T); out = P v
-            "scores_fused": (_Kernel(2 * x, scores), _Kernel(scores + x, x)),
-        }[method]
-    return _total(
-        kernels,
-        flops=4 * heads * tokens**2 * d,
-        auxiliary={"materialized": 2 * scores, "scores_fused": scores, "flash": lse}[method],
-        operands=4 * x,
-    )
+    product = 2 * heads * tokens**2 * d  # FLOPs
+    if method == "materialized":
+        kernels = (
+            Kernel(2 * x, scores, product),  # S = q k^T
+            Kernel(scores, scores, 0),  # P = softmax(S), its rows held on chip
+            Kernel(scores + x, x, product),  # out = P v
+        )
+        return Traffic(kernels, 2 * scores, 4 * x)
+    if method == "scores_fused":
+        # P = softmax(q k^T); out = P v
+        return Traffic(
+            (Kernel(2 * x, scores, product), Kernel(scores + x, x, product)), scores, 4 * x
+        )
+    streamed = _passes(tokens, d, size, on_chip_bytes) * 2 * x  # k and v
+    return Traffic((Kernel(x + streamed, x + lse, 2 * product),), lse, 4 * x)
 
 
 def _attention_vjp(
@@ -216,34 +206,29 @@ def _attention_vjp(
     heads = math.prod(batch)
     x, scores = heads * tokens * d * size.element, heads * tokens**2 * size.element
     statistic = heads * tokens * size.accumulator
-    dq_sum = heads * tokens * d * size.accumulator
+    product = 2 * heads * tokens**2 * d  # FLOPs
     if method == "materialized":
         kernels = [
-            _Kernel(scores + x, x),  # dv = P^T dout
-            _Kernel(2 * x, scores),  # dP = dout v^T
-            _Kernel(2 * scores, scores),  # dS = P (dP - rowsum(P dP))
-            _Kernel(scores + x, x),  # dq = dS k
-            _Kernel(scores + x, x),  # dk = dS^T q
+            Kernel(scores + x, x, product),  # dv = P^T dout
+            Kernel(2 * x, scores, product),  # dP = dout v^T
+            Kernel(2 * scores, scores, 0),  # dS = P (dP - rowsum(P dP))
+            Kernel(scores + x, x, product),  # dq = dS k
+            Kernel(scores + x, x, product),  # dk = dS^T q
         ]
         # P, kept from the forward, with dP and dS.
-        matmuls, auxiliary, operands = 4, 3 * scores, 7 * x
-    else:
-        passes = _passes(tokens, d, size, on_chip_bytes)
-        streamed = 2 * x + 2 * statistic  # q and dout, lse and delta
-        kernels = [
-            _Kernel(2 * x, statistic + dq_sum),  # delta = rowsum(dout out); dq = 0
-            _Kernel(2 * x + passes * (streamed + dq_sum), 2 * x + passes * dq_sum),
-        ]
-        matmuls, auxiliary, operands = 5, statistic, 8 * x + statistic
-        if size.accumulator != size.element:
-            kernels.append(_Kernel(dq_sum, x))  # the sum rounded to dq
-            auxiliary += dq_sum
-    return _total(
-        kernels,
-        flops=2 * matmuls * heads * tokens**2 * d,
-        auxiliary=auxiliary,
-        operands=operands,
-    )
+        return Traffic(tuple(kernels), 3 * scores, 7 * x)
+    passes = _passes(tokens, d, size, on_chip_bytes)
+    dq_sum = heads * tokens * d * size.accumulator
+    streamed = 2 * x + 2 * statistic  # q and dout, lse and delta
+    kernels = [
+        Kernel(2 * x, statistic + dq_sum, 0),  # delta = rowsum(dout out); dq = 0
+        Kernel(2 * x + passes * (streamed + dq_sum), 2 * x + passes * dq_sum, 5 * product),
+    ]
+    auxiliary = statistic
+    if size.accumulator != size.element:
+        kernels.append(Kernel(dq_sum, x, 0))  # the sum rounded to dq
+        auxiliary += dq_sum
+    return Traffic(tuple(kernels), auxiliary, 8 * x + statistic)
 
 
 class _Model(NamedTuple):
@@ -330,7 +315,7 @@ def traffic(
     flash        4 T D and the lse                   the lse
     ============ =================================== ==========================
 
-    FLOPs are those of the two products, 4 T^2 D, as the papers count.
+    FLOPs are those of the products, 4 T^2 D, as the papers count; those of softmax are left out.
 
     With on_chip_bytes, M elements, a tile of q has M / (4 D) rows, rounded down (algorithm 1,
     line 1, has the same quarter), and K and V are read once a tile: 2 T D x 4 T D / M. That is

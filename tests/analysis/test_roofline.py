@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cuflash.analysis import GPUS, Traffic, roofline, traffic
+from cuflash.analysis import GPUS, Kernel, Traffic, roofline, traffic
 
 NUMBERS = {"bandwidth": 3.3e12, "flops": 1e15, "memory": 80 * 10**9}
 
@@ -45,7 +45,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_read_of_an_activation_takes_81_microseconds() -> None:
     activation = 8 * 4096 * 4096 * 2
-    read = Traffic(activation, 0, 0, 0, activation)
+    read = Traffic((Kernel(activation, 0, 0),), 0, activation)
     assert round(1e6 * roofline(**NUMBERS).seconds(read, "bfloat16")) == 81
 
 
@@ -67,13 +67,19 @@ def test_the_two_ceilings_meet_at_the_ridge(name: str) -> None:
         assert gpu.attainable(ridge / 2, dtype) == pytest.approx(peak / 2)
 
 
-@pytest.mark.parametrize("method", ["materialized", "flash"])
-def test_least_time_is_flops_over_what_is_attainable(method: str) -> None:
+def test_least_time_of_one_kernel_is_flops_over_what_is_attainable() -> None:
     gpu = roofline("h100")
-    counted = traffic("attention", (1, 32, 8192, 128), "bfloat16", method)
-    rate = gpu.attainable(counted.intensity, "bfloat16")
-    assert gpu.seconds(counted, "bfloat16") == pytest.approx(counted.flops / rate)
-    assert (rate < gpu.flops["bfloat16"]) is (method == "materialized")
+    for tokens in (128, 8192):
+        counted = traffic("attention", (1, 32, tokens, 128), "bfloat16", "flash")
+        rate = gpu.attainable(counted.intensity, "bfloat16")
+        assert gpu.seconds(counted, "bfloat16") == pytest.approx(counted.flops / rate)
+        assert (rate == gpu.flops["bfloat16"]) is (tokens == 8192)
+
+
+def test_kernels_do_not_overlap() -> None:
+    gpu = roofline(bandwidth=10.0, flops=100.0, memory=1)
+    bound_by_memory, bound_by_flops = Kernel(15, 5, 10), Kernel(1, 1, 300)
+    assert gpu.seconds(Traffic((bound_by_memory, bound_by_flops), 0, 1), "float32") == 2 + 3
 
 
 def test_numbers_replace_those_of_a_gpu() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import re
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.analysis import METHODS, Traffic, largest_tokens, scores_bytes, traffic
+from cuflash.analysis import METHODS, largest_tokens, scores_bytes, traffic
 from cuflash.bench.problems import SOFTMAX_TRIPS, AttentionShape, attention_flops
 
 SHAPES = {
@@ -22,6 +23,7 @@ SHAPES = {
     "attention": (2, 3, 5, 7),
     "attention_vjp": (2, 3, 5, 7),
 }
+COUNTS = ("read_bytes", "written_bytes", "flops", "auxiliary_bytes", "operand_bytes")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 EVERY_METHOD = [(op, method) for op, methods in METHODS.items() for method in methods]
 GB = 10**9
@@ -156,12 +158,12 @@ def test_counts_are_exact_at_any_size(
     op, method = op_method
     shape = sizes[: len(SHAPES[op])]
     counted = traffic(op, shape, dtype, method)
-    assert all(type(getattr(counted, name)) is int for name in Traffic.__slots__)
+    assert all(type(getattr(counted, name)) is int for name in COUNTS)
     # Each count is a + b n in the size n of the first axis, to the last digit.
     first, second, third = (
         traffic(op, (factor * shape[0], *shape[1:]), dtype, method) for factor in (1, 2, 3)
     )
-    for name in Traffic.__slots__:
+    for name in COUNTS:
         a, b, c = (getattr(each, name) for each in (first, second, third))
         assert c - b == b - a
 
@@ -263,3 +265,31 @@ def test_largest_tokens_refused(
 def test_every_method_is_documented() -> None:
     for name in itertools.chain(METHODS, *METHODS.values()):
         assert name == "single" or re.search(rf"\b{name}\b", traffic.__doc__ or "")
+
+
+def test_the_table_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "traffic-model.md").read_text(encoding="utf-8")
+    _, table, _ = re.split("<!-- /?largest tokens -->", page)
+    rows = re.findall(r"^\| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", table, re.MULTILINE)
+    assert len(rows) == 3
+    for heads, *shown in rows:
+        shape = (int(heads), 128)
+        assert shown == [
+            f"{largest_tokens(shape, 'float16', method, 80 * GB):,}"
+            for method in METHODS["attention"]
+        ]
+
+
+def test_formulas_of_the_backward() -> None:
+    tokens, d = 512, 16
+    elements, scores = tokens * d, tokens**2
+    materialized, flash = (
+        traffic("attention_vjp", (tokens, d), "bfloat16", method)
+        for method in METHODS["attention_vjp"]
+    )
+    assert materialized.read_bytes == 2 * (5 * elements + 5 * scores)
+    assert materialized.written_bytes == 2 * (3 * elements + 2 * scores)
+    assert materialized.auxiliary_bytes == 2 * 3 * scores
+    assert flash.read_bytes == 2 * 6 * elements + 4 * (2 * elements + 2 * tokens)
+    assert flash.written_bytes == 2 * 3 * elements + 4 * (2 * elements + tokens)
+    assert flash.auxiliary_bytes == 4 * (elements + tokens)
