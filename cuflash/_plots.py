@@ -21,15 +21,23 @@ _COLUMNS = {
 }
 
 
-def add_command(commands: Any, positive: Callable[[str], int]) -> None:
+def _size(text: str) -> int:
+    if not 1 <= int(text) < 2**31:
+        raise ValueError
+    return int(text)
+
+
+# argparse names the type in its message on a value that cannot be converted.
+_size.__name__ = "size"
+
+
+def add_command(commands: Any) -> None:
     """Add ``plot`` to the command line's commands.
 
     Parameters
     ----------
     commands : argparse's sub-parsers
         Their parsers report errors in the command line's way, and so do those made here.
-    positive : callable
-        Converts a positive integer.
     """
     plot = commands.add_parser("plot", help="pictures of memory, traffic and measured results")
     subjects = plot.add_subparsers(title="subjects", required=True, metavar="SUBJECT")
@@ -43,9 +51,9 @@ def add_command(commands: Any, positive: Callable[[str], int]) -> None:
         return parent
 
     model = parser(add_help=False)
-    model.add_argument("--batch", type=positive, default=1, help="default: %(default)s")
-    model.add_argument("--heads", type=positive, default=32, help="default: %(default)s")
-    model.add_argument("--head-dim", type=positive, default=128, help="default: %(default)s")
+    model.add_argument("--batch", type=_size, default=1, help="default: %(default)s")
+    model.add_argument("--heads", type=_size, default=32, help="default: %(default)s")
+    model.add_argument("--head-dim", type=_size, default=128, help="default: %(default)s")
     model.add_argument(
         "--dtype",
         choices=[dtype.name for dtype in FLOATS],
@@ -73,7 +81,7 @@ def add_command(commands: Any, positive: Callable[[str], int]) -> None:
     roofline = subjects.add_parser(
         "roofline", parents=[output(True), model], help="each kernel under the ceilings of a GPU"
     )
-    roofline.add_argument("--tokens", type=positive, default=8192, help="default: %(default)s")
+    roofline.add_argument("--tokens", type=_size, default=8192, help="default: %(default)s")
     roofline.set_defaults(run=_roofline)
     for subject in _COLUMNS:
         measured = subjects.add_parser(

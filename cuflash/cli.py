@@ -298,7 +298,7 @@ def _parser() -> argparse.ArgumentParser:
     softmax.add_argument("--log", action="store_true", help="log_softmax")
     softmax.set_defaults(run=_softmax)
 
-    _plots.add_command(commands, _positive)
+    _plots.add_command(commands)
     return parser
 
 
