@@ -1,6 +1,7 @@
-"""The command line: ``cuflash demo``, ``info``, ``attend``, ``softmax`` and ``plot``.
+"""The command line: ``cuflash demo``, ``info``, ``attend``, ``softmax``, ``plot`` and ``fuzz``.
 
-Exit codes: 0 done; 2 wrong arguments, files or shapes, told in one line on stderr; 130 interrupted.
+Exit codes: 0 done; 1 something that `fuzz` asks for does not hold; 2 wrong arguments, files or
+shapes, told in one line on stderr; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ them. OUT.npz gets out (..., Tq, Dv) and lse (..., Tq).
 NumPy's files know no bfloat16: numpy.savez writes such an array as two-byte void, dtype V2. That
 is read here as bfloat16, and a bfloat16 result is written the same way, to be read by
 numpy.load("OUT.npz")["out"].view(ml_dtypes.bfloat16)."""
+
+_TARGET_HELP = "cuflash-host, jax, torch, scipy, cupyx or package.module:callable"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -187,6 +190,21 @@ def _softmax(args: argparse.Namespace) -> None:
         np.save(file, runner.asnumpy(function(x, axis=args.axis, method=args.method)))
 
 
+def _fuzz(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("hypothesis") is None:
+        raise ValueError("fuzz needs hypothesis (pip install 'cuflash[testing]')")
+    from . import _fuzz as fuzz
+
+    holds = fuzz.run(
+        args.target,
+        examples=args.examples,
+        seed=args.seed,
+        names=args.property,
+        file=args.json,
+    )
+    return 0 if holds else 1
+
+
 def _cast(name: str, x: NDArray[Any], dtype: str | None) -> NDArray[Any]:
     """Convert real numbers; ValueError for others, or if a finite one would become infinite."""
     if dtype is None:
@@ -299,6 +317,21 @@ def _parser() -> argparse.ArgumentParser:
     softmax.set_defaults(run=_softmax)
 
     _plots.add_command(commands)
+    fuzz = commands.add_parser("fuzz", help="hold an attention or softmax to what must hold")
+    fuzz.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
+    fuzz.add_argument(
+        "--examples",
+        type=_positive,
+        default=1000,
+        metavar="N",
+        help="how many in all, dealt out to the properties (default: %(default)s)",
+    )
+    fuzz.add_argument("--seed", type=int, default=0, metavar="S", help="draws other examples")
+    fuzz.add_argument(
+        "--property", action="append", default=[], metavar="NAME", help="only this; may be repeated"
+    )
+    fuzz.add_argument("--json", type=Path, metavar="FILE", help="write the report")
+    fuzz.set_defaults(run=_fuzz)
     return parser
 
 
@@ -321,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
+        code = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
         # Our reader has enough, as in `cuflash demo | head`; the flush at exit must not fail, too.
@@ -332,4 +365,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TypeError, ValueError, OSError, MemoryError) as error:
         print(f"cuflash: error: {_one_line(error)}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0

@@ -3,6 +3,8 @@
 Cases describe inputs (`AttentionCase`, `SoftmaxCase`, `MergeCase`), strategies draw them
 (`attention_problems`, `softmax_problems`, `merge_problems`: these need hypothesis), bounds say how
 exact a result must be, and properties, functions of a callable and a case, say what must hold.
+`cuflash.testing.adapters` has other libraries behind our signatures, and `cuflash.testing.fuzz`
+(which needs hypothesis, too) holds an implementation to all of it, as the command ``cuflash fuzz``.
 """
 
 from typing import TYPE_CHECKING, Any

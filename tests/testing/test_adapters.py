@@ -1,0 +1,128 @@
+"""Adapters: what they say is supported, and that the libraries behind them compute the same."""
+
+from functools import partial
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash.testing import ATTENTION_PROPERTIES, AttentionCase, SoftmaxCase
+from cuflash.testing.adapters import ADAPTERS, Adapter, adapt, find
+from cuflash.testing.softmax_properties import SOFTMAX_NAMES, SOFTMAX_PROPERTIES
+from tests.testing.faulty import attention as right_attention
+
+#: What every library computes alike: rows that see finite keys, of a size that is not empty.
+COMMON = [
+    AttentionCase(q_batch=(2, 3), k_batch=(2, 3), v_batch=(2, 3), tq=5, tk=7, d=4, dv=4, **options)
+    for options in (
+        {},
+        {"scale": 0.5},
+        {"dtype": "bfloat16"},
+        {"bias": (5, 7)},
+        {"mask": (2, 1, 1, 7), "seed": 4},
+        {"causal": True, "query_offset": 0},
+    )
+] + [
+    AttentionCase(
+        q_batch=(1, 4), k_batch=(1, 2), v_batch=(1, 2), tq=3, tk=3, d=2, dv=2, enable_gqa=True
+    )
+]
+ONLY_JAX = [
+    AttentionCase(q_batch=(2, 1), k_batch=(2, 1), v_batch=(2, 1), tq=4, tk=6, **options)
+    for options in ({"window": (1, None), "query_offset": 0}, {"key_lengths": 3})
+]
+
+
+@pytest.mark.parametrize("case", [*COMMON, *ONLY_JAX], ids=repr)
+@pytest.mark.parametrize("target", ["jax", "torch", "cuflash-host"])
+def test_attention_of_other_libraries(target, case):
+    adapter = ADAPTERS[target]["attention"]
+    pytest.importorskip(adapter.library)
+    if target == "torch" and case in ONLY_JAX:
+        with pytest.raises(NotImplementedError):
+            adapter(*case.build()[:3], **case.build().options)
+    else:
+        # Rounded in other places than ours: held to the law that has no bound.
+        inputs = case.build()
+        out = adapter(*inputs[:3], **inputs.options).astype(np.float64)
+        expected = cuflash.flash_attention(*inputs[:3], **inputs.options).astype(np.float64)
+        np.testing.assert_allclose(out, expected, atol=2e-2 if case.dtype == "bfloat16" else 1e-6)
+
+
+@pytest.mark.parametrize("name", SOFTMAX_NAMES)
+@pytest.mark.parametrize("target", ["scipy", "torch", "cuflash-host"])
+def test_softmax_of_other_libraries(target, name):
+    adapter = ADAPTERS[target][name]
+    pytest.importorskip(adapter.library)
+    for case in (SoftmaxCase(shape=(3, 40), values="wide"), SoftmaxCase(shape=(4, 2), axis=0)):
+        SOFTMAX_PROPERTIES["matches_oracle"](adapter, case, name)
+
+
+def test_cupyx_has_what_its_adapters_call():
+    special = pytest.importorskip("cupyx.scipy.special")
+    assert ADAPTERS["cupyx"].keys() == set(SOFTMAX_NAMES)
+    assert all(callable(getattr(special, name)) for name in ADAPTERS["cupyx"])
+
+
+def test_unsupported_options_are_refused():
+    case = AttentionCase(q_batch=(1, 1), k_batch=(1, 1), v_batch=(1, 1), tq=2, tk=3)
+    inputs = case.build()
+    adapter = ADAPTERS["torch"]["attention"]
+    with pytest.raises(NotImplementedError, match="softcap"):
+        adapter(*inputs[:3], softcap=2.0)
+    with pytest.raises(NotImplementedError, match="where"):
+        ADAPTERS["scipy"]["softmax"](inputs.q, where=np.ones(1, bool))
+    for target in ("jax", "torch"):
+        if find_spec(target):
+            with pytest.raises(NotImplementedError, match="first key"):
+                ADAPTERS[target]["attention"](*inputs[:3], causal=True)
+
+
+def test_options_are_those_of_the_signature():
+    def attention(q, k, v, *, scale=None, mask=None):
+        return right_attention(q, k, v, scale=scale, mask=mask)
+
+    adapter = adapt(attention)
+    assert adapter.function == "attention"
+    assert adapter.accepts == {"scale", "mask"}
+    asked = adapter.properties()
+    assert {"matches_oracle", "row_independence"} <= asked.keys()
+    assert not {"split_of_keys", "unrounded_output", "causal_future_independence"} & asked.keys()
+    asked["matches_oracle"](AttentionCase(tq=3, tk=20, d=4, mask=(3, 20)))
+    assert adapt(right_attention).properties().keys() == ATTENTION_PROPERTIES.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("softmax", "softmax"), ("my_log_softmax", "log_softmax"), ("logsumexp2", "logsumexp")],
+)
+def test_functions_are_told_by_name_and_operands(name, function):
+    adapter = adapt(lambda x: x, name)
+    assert adapter.function == function
+    case = adapter._without_options(SoftmaxCase(shape=(2, 3), axis=0, where=(3,)))
+    assert case == SoftmaxCase(shape=(2, 3))
+    assert ("rows_sum_to_one" in adapter.properties()) == (function != "logsumexp")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nothing", "there is no target nothing; give cuflash-host, jax"),
+        ("cuflash.nothing:f", "No module named"),
+        ("cuflash:nothing", "has no attribute 'nothing'"),
+        ("cuflash:__version__", "is not callable"),
+        ("cuflash:merge_attention", "takes 4 operands"),
+    ],
+)
+def test_targets_that_are_none(target, message):
+    with pytest.raises(ValueError, match=message):
+        find(target)
+
+
+def test_a_target_may_be_an_adapter():
+    assert isinstance(WITH_FIT, Adapter)
+    assert find(f"{__name__}:WITH_FIT") == {"attention": WITH_FIT}
+
+
+WITH_FIT = adapt(partial(right_attention), "right")
