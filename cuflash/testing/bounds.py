@@ -325,7 +325,7 @@ def assert_softmax_close(
     """
 
     def describe(index: tuple[int, ...]) -> str:
-        if not isinstance(axis, int) or not index or len(index) != expected.value.ndim:
+        if not isinstance(axis, int) or name == "logsumexp":  # whose rows are single elements
             return f"Rows run over axis {axis}"
         length = near_border(expected.value.shape[axis], borders)
         return f"Element {near_border(index[axis], borders)} of a row of {length}"

@@ -95,7 +95,7 @@ def rows_sum_to_one(softmax: Softmax, case: SoftmaxCase, name: str) -> None:
     p, oracle = (np.exp(a) if name == "log_softmax" else a for a in (y, expected.value))
     bound = expected.bound * (oracle if name == "log_softmax" else 1)
     if not ((p >= 0) & (p <= 1 + 2 * bound) | np.isnan(expected.value)).all():
-        raise AssertionError(f"a probability is outside [0, 1]\n{case!r}")
+        raise AssertionError(f"a probability is NaN or outside [0, 1]\n{case!r}")
     total = oracle.sum(axis=case.axis)  # 1, 0 or NaN
     slack = 2 * np.where(np.isnan(bound), 0, bound).sum(axis=case.axis) + 1e-12
     actual = p.sum(axis=case.axis)

@@ -353,6 +353,12 @@ class TestBounds:
         with pytest.raises(AssertionError, match=r"softmax\[2, 64\].*Element 64 \(tile border"):
             bounds.assert_softmax_close(y, expected, borders=(32,))
 
+    @pytest.mark.parametrize("axis", [0, 1, -1])
+    def test_message_on_a_result_without_the_axis(self, axis):
+        expected = bounds.expect_softmax("logsumexp", np.zeros((3, 65), np.float32), axis)
+        with pytest.raises(AssertionError, match=rf"logsumexp\[0\].*over axis {axis}"):
+            bounds.assert_softmax_close(expected.value + 1, expected, name="logsumexp", axis=axis)
+
     def test_softmax_bound_is_relative(self):
         x = np.array([0.0, -60.0, -200.0])
         expected = bounds.expect_softmax("softmax", x)
