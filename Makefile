@@ -20,7 +20,7 @@ PIP_INSTALL := -m pip install --disable-pip-version-check --editable
 MINILM := build/minilm
 CUDA_SOURCES = $(shell find kernels tests -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.hpp')
 
-.PHONY: help run test lint format compile-all wheel minilm clean
+.PHONY: help run test lint format mutate compile-all wheel minilm clean
 .SECONDARY:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo 'make test     lint, type-check and test [PYTEST_ARGS="-k softmax"]'
 	@echo 'make lint     only lint and type-check'
 	@echo 'make format   format the Python and CUDA sources'
+	@echo 'make mutate   plant faults one by one and see that the tests catch them (long)'
 	@echo 'make compile-all  compile every kernel for every architecture (long)'
 	@echo 'make wheel    build the wheel and the source archive into dist/'
 	@echo 'make minilm   fetch the sentence encoder of examples/minilm.py into $(MINILM)'
@@ -49,6 +50,9 @@ format: $(TEST_STAMP)
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 	$(if $(CUDA_SOURCES),$(VENV)/bin/clang-format -i $(CUDA_SOURCES))
+
+mutate: $(TEST_STAMP)
+	$(VENV)/bin/python -m tests.mutations
 
 compile-all: $(TEST_STAMP)
 	CUFLASH_COMPILE_ALL=1 $(VENV)/bin/python -m pytest tests/kernels

@@ -1,0 +1,275 @@
+"""Small deliberate faults, and for each a test that catches it.
+
+``make mutate`` plants them one by one in a copy of the tree, runs the test and prints the table of
+what was caught: proof that these tests can fail, and for the right reason. It takes some minutes,
+most of them to compile kernels. Its exit code is 1 if a fault survives.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+_NOT_COPIED = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.npz", "proposals")
+
+HOST_ATTENTION, HOST_SCORE = "cuflash/host/attention.py", "cuflash/host/score.py"
+HOST_SOFTMAX, HOST_ONLINE = "cuflash/host/softmax.py", "cuflash/host/online.py"
+SIMT, SCORE = "kernels/attention/forward_simt.cu", "kernels/lib/score.cuh"
+COMBINE = "kernels/attention/combine.cu"
+ROWS, ONLINE = "kernels/softmax/rows.cuh", "kernels/softmax/online.cu"
+STATE = "kernels/lib/online_softmax.cuh"
+
+HOST_LAWS = "tests/host/test_attention_properties.py::test_small_tiles"
+HOST_CASE = "tests/host/test_cases.py::test_case"
+HOST_LENGTHS = "tests/host/test_softmax.py::test_each_method_is_exact_at_every_length"
+CUDA_LAWS = "tests/host_cuda/test_attention.py::test_property"
+CUDA_CASE = "tests/host_cuda/test_attention.py::test_case"
+CUDA_SOFTMAX = "tests/host_cuda/test_softmax.py"
+
+
+class Mutation(NamedTuple):
+    """A fault: `old`, which is in `file` once, becomes `new`; `test` is to fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    def planted(self, text: str) -> str:
+        """Return the file's text with the fault in it."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.file} has its text {text.count(self.old)} times")
+        return text.replace(self.old, self.new)
+
+
+MUTATIONS = [
+    # ------------------------------------------------------------------------ NumPy engine
+    Mutation(
+        "running maximum poisoned by a 0",
+        HOST_ATTENTION,
+        "np.maximum.reduce(flat, axis=1)",
+        "np.maximum.reduce(flat, axis=1, initial=0)",
+        f"{HOST_CASE}[case_13]",
+    ),
+    Mutation(
+        "sums of earlier tiles not rescaled",
+        HOST_ATTENTION,
+        "np.multiply(state.numerator, rescale[..., None], out=state.numerator)",
+        "rescale",
+        f"{HOST_LAWS}[key_permutation]",
+    ),
+    Mutation(
+        "normalised tile by tile",
+        HOST_ATTENTION,
+        "        if plan.divide_weights:",
+        "        if True:",
+        f"{HOST_LAWS}[weights_are_convex]",
+    ),
+    Mutation(
+        "attention of float16 summed in float16",
+        HOST_ATTENTION,
+        "dtype = accumulator(problem.dtype)",
+        "dtype = problem.dtype",
+        f"{HOST_LAWS}[matches_oracle]",
+    ),
+    Mutation(
+        "lse in base 2",
+        HOST_ATTENTION,
+        "maximum + np.log(normalizer)",
+        "maximum + np.log2(normalizer)",
+        f"{HOST_CASE}[case_12]",
+    ),
+    Mutation(
+        "weights of hidden keys multiplied by their values",
+        HOST_ATTENTION,
+        "if np.count_nonzero(np.isfinite(mean)) < mean.size:",
+        "if False:",
+        f"{HOST_LAWS}[unseen_nonfinite_never_leaks]",
+    ),
+    Mutation(
+        "softmax: running maximum poisoned by a 0",
+        HOST_SOFTMAX,
+        "m, total, loaded = block.constant(-np.inf)",
+        "m, total, loaded = block.constant(0)",
+        "tests/host/test_softmax_properties.py::test_property",
+    ),
+    Mutation(
+        "softmax: sum of earlier tiles not rescaled",
+        HOST_SOFTMAX,
+        "total *= _exp(m, above)",
+        "_exp(m, above)",
+        HOST_LENGTHS,
+    ),
+    Mutation(
+        "softmax of float16 summed in float16",
+        HOST_SOFTMAX,
+        "shape, dtype = problem.operand.shape, problem.accumulator",
+        "shape, dtype = problem.operand.shape, problem.operand.dtype",
+        f"{HOST_CASE}[case_02]",
+    ),
+    Mutation(
+        "merge: parts not normalised",
+        HOST_ONLINE,
+        "[(w / divisor(total))[..., None] for w in weights]",
+        "[w[..., None] for w in weights]",
+        "tests/host/test_attention_properties.py::test_parts_merge_to_the_whole",
+    ),
+    # --------------------------------------------------------------- its score pipeline
+    Mutation(
+        "mask of the first tile taken for all",
+        HOST_SCORE,
+        "block.mask[..., rows, keys]",
+        "block.mask[..., rows, : keys.stop - keys.start]",
+        f"{HOST_LAWS}[matches_oracle]",
+    ),
+    Mutation(
+        "causal bound off by one",
+        HOST_SCORE,
+        "positions + problem.right)",
+        "positions + problem.right + 1)",
+        f"{HOST_LAWS}[causal_future_independence]",
+    ),
+    Mutation(
+        "softcap without its cap",
+        HOST_SCORE,
+        "capped *= cap",
+        "capped *= 1",
+        f"{HOST_CASE}[case_softcap]",
+    ),
+    Mutation(
+        "ALiBi distance with a sign",
+        HOST_SCORE,
+        "np.abs(positions - np.arange(keys.start, keys.stop))",
+        "(positions - np.arange(keys.start, keys.stop))",
+        f"{HOST_LAWS}[matches_oracle]",
+    ),
+    # ----------------------------------------------------------------------------- kernels
+    Mutation(
+        "kernel: running maximum poisoned by a 0",
+        SIMT,
+        "state[i] = {sink ? block.score.sink : -infinity<A>(),",
+        "state[i] = {sink ? block.score.sink : A(0),",
+        f"{CUDA_CASE}[case_13]",
+    ),
+    Mutation(
+        "kernel: sums of earlier tiles not rescaled",
+        SIMT,
+        "out[i][c] *= factor;",
+        ";",
+        f"{CUDA_LAWS}[matches_oracle]",
+    ),
+    Mutation(
+        "kernel: float16 sums kept in float16",
+        SIMT,
+        "out[i][c] *= factor;",
+        "out[i][c] = widen(narrow<T>(out[i][c] * factor));",
+        f"{CUDA_LAWS}[matches_oracle]",
+    ),
+    Mutation(
+        "kernel: tail of the last tile not masked",
+        SIMT,
+        "if (key < low || key >= high)",
+        "if (key < low)",
+        f"{CUDA_LAWS}[matches_oracle]",
+    ),
+    Mutation(
+        "kernel: shares of the keys not normalised",
+        COMBINE,
+        "multiply(exponential(lse - reference) / total, part)",
+        "multiply(exponential(lse - reference), part)",
+        "tests/host_cuda/test_attention.py::test_parts_merge_to_the_whole",
+    ),
+    Mutation(
+        "kernel: mask of the first tile taken for all",
+        SCORE,
+        "matrix.at(at.row, at.key)",
+        "matrix.at(at.row, at.key % 32)",
+        f"{CUDA_LAWS}[matches_oracle]",
+    ),
+    Mutation(
+        "kernel: softcap without its cap",
+        SCORE,
+        "return cap * hyperbolic_tangent(s / cap);",
+        "return hyperbolic_tangent(s / cap);",
+        f"{CUDA_CASE}[case_softcap]",
+    ),
+    Mutation(
+        "softmax kernel: a stack array of 4096 columns",
+        ROWS,
+        "column < p.columns; column += step)",
+        "column < p.columns && column < 4096; column += step)",
+        f"{CUDA_SOFTMAX}::test_a_million_terms_do_not_lose_each_other",
+    ),
+    Mutation(
+        "softmax kernel: sum not rescaled",
+        ONLINE,
+        "l.scale(state.raise(top));",
+        "state.raise(top);",
+        f"{CUDA_SOFTMAX}::test_borders",
+    ),
+    Mutation(
+        "softmax kernel: merge of sums of different maxima",
+        STATE,
+        "multiply(other.l, exponential(other.m - shift))",
+        "other.l",
+        "tests/host_cuda/test_online_softmax.py::test_merge_is_a_commutative_monoid",
+    ),
+]
+
+
+def _failed(tree: Path, tests: Iterable[str]) -> bool:
+    """Run tests in a tree; RuntimeError if that was not possible."""
+    command = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests)
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.returncode == 1
+
+
+def caught(mutations: Iterable[Mutation]) -> Iterator[tuple[Mutation, bool]]:
+    """Plant each fault in a copy of the tree and yield whether its test caught it.
+
+    Raises
+    ------
+    RuntimeError
+        If a test fails without a fault, or cannot be run.
+    """
+    mutations = list(mutations)
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=_NOT_COPIED)
+        if _failed(tree, dict.fromkeys(mutation.test for mutation in mutations)):
+            raise RuntimeError("the tests fail without any fault")
+        for mutation in mutations:
+            path = tree / mutation.file
+            right = path.read_text("utf-8")
+            path.write_text(mutation.planted(right), "utf-8")
+            yield mutation, _failed(tree, [mutation.test])
+            path.write_text(right, "utf-8")
+
+
+def main() -> int:
+    """Print what became of each fault; return the exit code."""
+    survived = 0
+    start = time.monotonic()
+    for mutation, found in caught(MUTATIONS):
+        survived += not found
+        now = time.monotonic()
+        print(f"{mutation.name}\n    {mutation.file}")
+        print(f"    {'caught by' if found else 'SURVIVED'} {mutation.test} ({now - start:.0f} s)")
+        sys.stdout.flush()
+        start = now
+    print(f"{len(MUTATIONS) - survived} of {len(MUTATIONS)} faults caught")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
