@@ -28,7 +28,7 @@ help:
 	@echo 'make test     lint, type-check and test [PYTEST_ARGS="-k softmax"]'
 	@echo 'make lint     only lint and type-check'
 	@echo 'make format   format the Python and CUDA sources'
-	@echo 'make mutate   plant faults one by one and see that the tests catch them (long)'
+	@echo 'make mutate   plant faults one by one and see them caught (long) [ARGS=softcap]'
 	@echo 'make compile-all  compile every kernel for every architecture (long)'
 	@echo 'make wheel    build the wheel and the source archive into dist/'
 	@echo 'make minilm   fetch the sentence encoder of examples/minilm.py into $(MINILM)'
@@ -52,7 +52,7 @@ format: $(TEST_STAMP)
 	$(if $(CUDA_SOURCES),$(VENV)/bin/clang-format -i $(CUDA_SOURCES))
 
 mutate: $(TEST_STAMP)
-	$(VENV)/bin/python -m tests.mutations
+	$(VENV)/bin/python -m tests.mutations $(ARGS)
 
 compile-all: $(TEST_STAMP)
 	CUFLASH_COMPILE_ALL=1 $(VENV)/bin/python -m pytest tests/kernels

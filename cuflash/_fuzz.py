@@ -7,7 +7,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from hypothesis.configuration import set_hypothesis_home_dir
 
 from . import __version__
 from ._files import replacing
@@ -80,7 +83,7 @@ def run(target: str, *, examples: int, seed: int, names: Sequence[str], file: Pa
     else:
         with replacing(file) as stream:
             outcomes, interrupted = _outcomes(target, examples, seed, names)
-            report = {
+            entries = {
                 "cuflash": __version__,
                 "target": target,
                 "seed": seed,
@@ -88,8 +91,8 @@ def run(target: str, *, examples: int, seed: int, names: Sequence[str], file: Pa
                 "interrupted": interrupted,
                 "properties": [_entry(outcome) for outcome in outcomes],
             }
-            stream.write(json.dumps(report, indent=1).encode() + b"\n")
-    for line in _report(target, outcomes):
+            stream.write(json.dumps(entries, indent=1).encode() + b"\n")
+    for line in report(target, outcomes):
         print(line)
     if interrupted:
         print("\nInterrupted: the last property was not finished.", flush=True)
@@ -100,14 +103,20 @@ def run(target: str, *, examples: int, seed: int, names: Sequence[str], file: Pa
 def _outcomes(
     target: str, examples: int, seed: int, names: Sequence[str]
 ) -> tuple[list[Outcome], bool]:
-    progress, outcomes = _Progress(examples), []
-    try:
-        for outcome in fuzz(target, examples=examples, seed=seed, names=names, tick=progress.tick):
-            outcomes.append(outcome)
-    except KeyboardInterrupt:
-        return outcomes, True
-    finally:
-        progress.clear()
+    progress = _Progress(examples)
+    outcomes: list[Outcome] = []
+    with TemporaryDirectory() as folder:
+        set_hypothesis_home_dir(folder)  # by default it leaves one where the user is
+        try:
+            for outcome in fuzz(
+                target, examples=examples, seed=seed, names=names, tick=progress.tick
+            ):
+                outcomes.append(outcome)
+        except KeyboardInterrupt:
+            return outcomes, True
+        finally:
+            set_hypothesis_home_dir(None)
+            progress.clear()
     return outcomes, False
 
 
@@ -128,7 +137,8 @@ def _entry(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _report(target: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
+def report(target: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yield what is printed, in pieces of one or more lines."""
     yield f"{target}\n"
     yield f"{'function':12}{'property':46}{'passed':>8}{'unsupported':>13}"
     for outcome in outcomes:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -256,20 +256,21 @@ def caught(mutations: Iterable[Mutation]) -> Iterator[tuple[Mutation, bool]]:
             path.write_text(right, "utf-8")
 
 
-def main() -> int:
-    """Print what became of each fault; return the exit code."""
+def main(words: Sequence[str]) -> int:
+    """Print what became of the faults whose names have one of the words; return the exit code."""
+    wanted = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
     survived = 0
     start = time.monotonic()
-    for mutation, found in caught(MUTATIONS):
+    for mutation, found in caught(wanted):
         survived += not found
         now = time.monotonic()
         print(f"{mutation.name}\n    {mutation.file}")
         print(f"    {'caught by' if found else 'SURVIVED'} {mutation.test} ({now - start:.0f} s)")
         sys.stdout.flush()
         start = now
-    print(f"{len(MUTATIONS) - survived} of {len(MUTATIONS)} faults caught")
+    print(f"{len(wanted) - survived} of {len(wanted)} faults caught")
     return 1 if survived else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -160,7 +160,7 @@ def fuzz(
     examples
         Number of cases in all, dealt out evenly, at least one to a property.
     seed
-        The same seed draws the same cases.
+        The same seed draws the same cases, as long as neither hypothesis nor the source changes.
     names
         The properties that are wanted; all if it is empty.
     tick

@@ -43,6 +43,7 @@ def in_small_tiles(*operands, **options):
 
 @every_property
 @given(case=attention_problems(borders=_BORDERS))
+@example(case=AttentionCase(tq=3, tk=70, mask=(3, 70)))  # a mask over a partial tile
 @example(case=AttentionCase(tk=15, d=5, dv=5, k_layout="packed"))
 @example(case=AttentionCase(tk=2, d=3, dv=3, dtype="float64", k_layout="unaligned", seed=65536))
 def test_small_tiles(law, case):

@@ -118,6 +118,12 @@ class TestCommand:
         assert main(["fuzz", "cuflash-host", "--examples", "45", "--seed", "3"]) == 0
         assert "0 of 45 properties failed." in capsys.readouterr().out
 
+    def test_nothing_is_left_in_the_folder_of_the_user(self, tmp_path):
+        code = "from cuflash.cli import main; main(['fuzz', 'cuflash-host', '--examples', '45'])"
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+        assert not list(tmp_path.iterdir())
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

@@ -5,10 +5,13 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cuflash import _fuzz
 from cuflash.cli import main
+from cuflash.testing.fuzz import Failure, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = (ROOT / "docs" / "fuzzing.md").read_text("utf-8")
@@ -44,12 +47,35 @@ def test_there_are_runs():
         assert any(f"wrong_attention:{name} " in command for command in RUNS), name
 
 
+def failed(report: str) -> list[tuple[str, str]]:
+    """Return the properties that a report lists, and whether each failed."""
+    return re.findall(r"^attention +(\w+) +\d+ +\d+(  FAILED)?$", report, re.MULTILINE)
+
+
 @pytest.mark.parametrize("command", RUNS)
-def test_tutorial_prints_what_the_command_prints(command, capsys, monkeypatch):
+def test_runs_of_the_tutorial_find_what_it_shows(command, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     code = main(command.split())
     assert code == (0 if ":attention " in command else 1)
-    assert alike(RUNS[command].strip(), capsys.readouterr().out.strip())
+    assert failed(capsys.readouterr().out) == failed(RUNS[command])
+
+
+@pytest.mark.parametrize("command", [c for c in RUNS if ":attention " not in c])
+def test_failures_are_shown_as_the_command_prints_them(command, monkeypatch):
+    """Which case a run ends at depends on what hypothesis draws; what is printed of it does not."""
+    monkeypatch.chdir(ROOT)
+    shown = RUNS[command]
+    _, target, *_ = command.split()
+    ((name, _),) = failed(shown)
+    (passed,) = re.findall(rf"^attention +{name} +(\d+)", shown, re.MULTILINE)
+    snippet = "\n".join(line[4:] for line in shown.partition("reproduce it:\n\n")[2].splitlines())
+    names: dict[str, Any] = {}
+    with pytest.raises(AssertionError) as raised:
+        exec(snippet, names)
+    failure = Failure(target, "attention", name, names["case"], raised.value)
+    assert failure.snippet.strip() == snippet.strip()
+    printed = _fuzz.report(target, [Outcome("attention", name, int(passed), 0, failure)])
+    assert alike(shown.strip(), "\n".join(printed))
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
