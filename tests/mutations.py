@@ -169,8 +169,8 @@ MUTATIONS = [
     Mutation(
         "kernel: float16 sums kept in float16",
         SIMT,
-        "out[i][c] *= factor;",
-        "out[i][c] = widen(narrow<T>(out[i][c] * factor));",
+        "state[i].l += w;",
+        "state[i].l = widen(narrow<T>(state[i].l + w));",
         f"{CUDA_LAWS}[matches_oracle]",
     ),
     Mutation(

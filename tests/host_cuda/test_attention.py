@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import cuflash
@@ -42,6 +42,7 @@ PROBLEMS = attention_problems(
     borders=BORDERS, max_tokens=40, max_features=40, max_batch_axes=2, max_products=60_000
 )
 ORDERS = st.sampled_from(builder.HostKernel.ORDERS)
+MASK_OVER_A_PARTIAL_TILE = AttentionCase(tq=3, tk=70, mask=(3, 70))
 
 
 def use(patch, **options):
@@ -68,6 +69,7 @@ def normal(seed, *shape, dtype=np.float32):
 def test_property(law):
     @settings(max_examples=max(1, settings().max_examples // 2))
     @given(case=PROBLEMS, splits=st.sampled_from((None, None, 2)), order=ORDERS)
+    @example(case=MASK_OVER_A_PARTIAL_TILE, splits=None, order="forward")
     def holds(case, splits, order):
         call = partial(cuflash.flash_attention, num_splits=splits)
         ATTENTION_PROPERTIES[law](on_host_cuda(call, order=order), case)
