@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any
 
 from hypothesis.configuration import set_hypothesis_home_dir
@@ -105,12 +108,15 @@ def _outcomes(
 ) -> tuple[list[Outcome], bool]:
     progress = _Progress(examples)
     outcomes: list[Outcome] = []
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, _interrupts_between_cases() as check:
+
+        def tick(outcome: Outcome) -> None:
+            progress.tick(outcome)
+            check()
+
         set_hypothesis_home_dir(folder)  # by default it leaves one where the user is
         try:
-            for outcome in fuzz(
-                target, examples=examples, seed=seed, names=names, tick=progress.tick
-            ):
+            for outcome in fuzz(target, examples=examples, seed=seed, names=names, tick=tick):
                 outcomes.append(outcome)
         except KeyboardInterrupt:
             return outcomes, True
@@ -118,6 +124,36 @@ def _outcomes(
             set_hypothesis_home_dir(None)
             progress.clear()
     return outcomes, False
+
+
+@contextmanager
+def _interrupts_between_cases() -> Iterator[Callable[[], None]]:
+    """Let Ctrl-C wait for the function yielded, which raises KeyboardInterrupt after one.
+
+    Raised anywhere, it can be lost in a callback or in a library that catches everything. The
+    second one does not wait.
+    """
+    asked = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # somebody else's, or ignored
+        yield check
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _entry(outcome: Outcome) -> dict[str, Any]:

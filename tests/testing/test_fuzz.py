@@ -152,18 +152,23 @@ class TestCommand:
     @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
     def test_interruption_leaves_a_valid_report(self, tmp_path):
         file = tmp_path / "report.json"
-        command = ("-m", "cuflash", "fuzz", "tests.testing.test_fuzz:sleeps", "--examples", "4000")
-        process = subprocess.Popen(
-            [sys.executable, *command, "--json", str(file)],
+        # A shell starts what is in the background with interrupts ignored.
+        code = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from cuflash.cli import main; sys.exit(main(sys.argv[1:]))"
+        )
+        arguments = ["fuzz", f"{HERE}:sleeps", "--examples", "4000", "--json", str(file)]
+        with subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
-        )
-        while not list(tmp_path.iterdir()):  # the report is open: the run has begun
-            time.sleep(0.05)
-        time.sleep(1)
-        process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=60)
+        ) as process:
+            while not list(tmp_path.iterdir()):  # the report is open: the run has begun
+                time.sleep(0.05)
+            time.sleep(1)
+            process.send_signal(signal.SIGINT)
+            printed, _ = process.communicate()
         assert process.returncode == 130
         assert "Interrupted" in printed
         report = json.loads(file.read_text())
