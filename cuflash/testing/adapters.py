@@ -327,6 +327,8 @@ def _family(
     return {name: adapt(make(name), name, library=library, draws=draws) for name in SOFTMAX_NAMES}
 
 
+#: A tile of the NumPy engine is 256 queries by 512 keys: some problems have several.
+_HOST_TILES = {"borders": (512, 1024), "max_tokens": 1100, "max_features": 8}
 #: Layouts that PyTorch can be given without a copy.
 _TORCH_LAYOUTS = ("contiguous", "fortran", "tokens_first", "step", "packed", "offset")
 _NUMPY_DTYPES = ("float64", "float32", "float16")
@@ -334,7 +336,7 @@ _NUMPY_DTYPES = ("float64", "float32", "float16")
 #: Adapters by target and function. What is in `draws` is what the library takes.
 ADAPTERS: dict[str, dict[str, Adapter]] = {
     "cuflash-host": {
-        "attention": adapt(cuflash.flash_attention),
+        "attention": adapt(cuflash.flash_attention, draws=_HOST_TILES),
         **{name: adapt(getattr(cuflash, name)) for name in SOFTMAX_NAMES},
     },
     "jax": {
