@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash import cli
 from cuflash.testing import ATTENTION_PROPERTIES, AttentionCase, SoftmaxCase
 from cuflash.testing.adapters import ADAPTERS, Adapter, adapt, find
 from cuflash.testing.softmax_properties import SOFTMAX_NAMES, SOFTMAX_PROPERTIES
@@ -117,6 +118,11 @@ def test_functions_are_told_by_name_and_operands(name, function):
 def test_targets_that_are_none(target, message):
     with pytest.raises(ValueError, match=message):
         find(target)
+
+
+def test_the_command_line_names_them():
+    """By itself: to ask the adapters would cost every command their import."""
+    assert f"{', '.join(ADAPTERS)} or package.module:callable" == cli._TARGET_HELP
 
 
 def test_a_target_may_be_an_adapter():
