@@ -78,6 +78,8 @@ _NUMPY = Home("numpy", "host", 0, _numpy_scalars)
 
 
 def _from_numpy(name: str, x: Any) -> tuple[Home, np.ndarray]:
+    if type(x) is np.ndarray and x.dtype.isnative:
+        return _NUMPY, x
     if isinstance(x, np.ma.MaskedArray | np.matrix):
         raise TypeError(
             f"{name} is a {type(x).__name__}, whose own rules of arithmetic would be lost; "
@@ -95,7 +97,7 @@ def _cupy_home(device: int) -> Home:
 
 
 def _from_cupy(name: str, x: Any) -> tuple[Home, Any]:
-    return _cupy_home(x.device.id), x
+    return _cupy_home(x.data.device_id), x
 
 
 def _from_torch(name: str, x: Any) -> tuple[Home, Any]:
@@ -234,8 +236,8 @@ def enter(
     options : mapping, optional
         More arrays, or None, which stays None.
     values : mapping, optional
-        Integers (lengths, offsets), real numbers, arrays or None; Python numbers stay as they are
-        and NumPy arrays are taken from any library's caller, as values of the host.
+        Integers (lengths, offsets), real numbers, arrays or None; integers become Python's, and
+        NumPy arrays are taken from any library's caller, as values of the host.
     outputs : mapping, optional
         Arrays to write into, or None.
 
@@ -258,6 +260,8 @@ def enter(
 
     def hold(name: str, theirs: Home) -> None:
         nonlocal home, first
+        if theirs is home:
+            return
         if home is None:
             home, first = theirs, name
         elif theirs.library != home.library:
@@ -279,7 +283,8 @@ def enter(
 
     for name, x in (values or {}).items():
         if x is None or isinstance(x, numbers.Real):
-            native[name] = x
+            is_count = isinstance(x, numbers.Integral) and not isinstance(x, bool)
+            native[name] = int(x) if is_count else x  # type: ignore[call-overload]
             continue
         theirs, native[name] = take(name, x)
         if theirs is not _NUMPY:

@@ -158,6 +158,10 @@ class AttentionArrays(NamedTuple):
     key_lengths: Any = None
 
 
+_FIRST_INTEGER = AttentionArrays._fields.index("query_offset")
+_INTEGERS = AttentionArrays._fields[_FIRST_INTEGER:]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
     """One attention call, described.
@@ -251,10 +255,8 @@ class AttentionProblem:
             Naming the argument, what came and what is accepted.
         """
         specs = AttentionArrays(
-            *[
-                x if x is None else _describe(name, x)
-                for name, x in zip(arrays._fields, arrays, strict=True)
-            ]
+            *[x if x is None else ArraySpec.of(x) for x in arrays[:_FIRST_INTEGER]],
+            *map(_describe_integers, _INTEGERS, arrays[_FIRST_INTEGER:]),
         )
         options = (scale, causal, _window(window), softcap, num_splits, method)
         describe = _attention_problem if _is_hashable(options) else _attention_problem.__wrapped__
@@ -356,8 +358,8 @@ def _is_hashable(x: object) -> bool:
 _INTEGER = ArraySpec((), (-1,), np.dtype(np.int64))
 
 
-def _describe(name: str, x: Any) -> ArraySpec:
-    if isinstance(x, ArraySpec):
+def _describe_integers(name: str, x: Any) -> ArraySpec | None:
+    if x is None or isinstance(x, ArraySpec):
         return x
     if not isinstance(x, np.ndarray) and isinstance(x, numbers.Real):
         integer(name, x)

@@ -209,8 +209,7 @@ class FakeCuPy:
             base.size,
         )
         self.flags, self.nbytes = base.flags, base.nbytes
-        self.data = SimpleNamespace(ptr=address(base))
-        self.device = SimpleNamespace(id=device)
+        self.data = SimpleNamespace(ptr=address(base), device_id=device)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ that the tests run these plans on the CPU.
 
 from __future__ import annotations
 
-import numbers
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ def attention(
     Arrays whose elements lie at addresses that the device cannot read them from are copied, lengths
     and offsets that are NumPy arrays are uploaded, and a workspace is allocated if none is given.
     """
-    with out.device:
+    with memory.device_of(out):
         sources = AttentionArrays(*[x if x is None else memory.readable(x) for x in arrays])
         out_memory = memory.aligned(out, copy=False)
         lse_memory = None if lse is None else memory.aligned(lse, copy=False)
@@ -52,7 +52,7 @@ def respecified(
     problem: AttentionProblem, given: AttentionArrays, sources: AttentionArrays
 ) -> AttentionProblem:
     """Return the problem with the strides of arrays that were copied."""
-    if all(source is x for source, x in zip(sources, given, strict=True)):
+    if all(map(operator.is_, sources, given)):
         return problem
     copies: dict[str, Any] = {
         name: ArraySpec.of(source).broadcast_to(getattr(problem, name).shape, name)
@@ -80,15 +80,15 @@ def compute(
     if plan.workspace and workspace is None:
         workspace = executor.allocate(plan.workspace)
 
-    def address(x: Any) -> int:
-        return 0 if x is None or isinstance(x, numbers.Real) else executor.address(x)
-
-    options: list[Any] = [getattr(arrays, name) for name in INTEGER_OPTIONS]
+    operands = (*arrays, out, lse)
     launch_plan(
         plan,
-        [address(x) for x in (*arrays, out, lse)],
-        [int(x) if isinstance(x, numbers.Integral) else None for x in options],
-        address(workspace) if plan.workspace else 0,
+        [0 if x is None or type(x) is int else executor.address(x) for x in operands],
+        [
+            x if type(x) is int else None
+            for x in (getattr(arrays, name) for name in INTEGER_OPTIONS)
+        ],
+        executor.address(workspace) if plan.workspace else 0,
         executor,
     )
 

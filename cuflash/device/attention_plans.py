@@ -301,11 +301,7 @@ class AttentionPlan:
         ]
         partial_out = -(-workspace // _ALIGNMENT) * _ALIGNMENT
         partial_lse = partial_out + self._lse_start
-        for shifts in self.batch.shifts():
-            places = [
-                pointer and pointer + shift * itemsize
-                for pointer, shift, itemsize in zip(pointers, shifts, self.itemsizes, strict=True)
-            ]
+        for places in self.batch.places(pointers, self.itemsizes):
             results = places[10:]
             if self.combine is not None:
                 places[10:] = [partial_out, partial_lse]
@@ -473,11 +469,7 @@ class MergePlan:
         """
         if self.launch is None:
             return
-        for shifts in self.batch.shifts():
-            places = [
-                pointer + shift * itemsize
-                for pointer, shift, itemsize in zip(pointers, shifts, self.itemsizes, strict=True)
-            ]
+        for places in self.batch.places(pointers, self.itemsizes):
             yield self.launch, self._slots.fill(self._block, places)
 
 

@@ -27,7 +27,7 @@ def merge_softmax(parts: Sequence[Pair], maximum: Any, normalizer: Any) -> None:
 
     m = max m_i, l = sum of l_i * exp(m_i - m). With two parts the order changes no bit.
     """
-    with maximum.device:
+    with memory.device_of(maximum):
 
         def array(x: Any) -> Any:
             x = cupy.asarray(x, maximum.dtype) if isinstance(x, numbers.Real) else memory.aligned(x)
@@ -47,7 +47,7 @@ def merge_attention(parts: Sequence[Pair], out: Any, lse: Any) -> None:
     p_i = w_i / sum of w_i, in the dtype of `lse`. With two parts the order changes no bit. A part
     may be `out` itself.
     """
-    with out.device:
+    with memory.device_of(out):
         results = [memory.aligned(x, copy=False) for x in (out, lse)]
         pairs = [(memory.aligned(o), memory.aligned(s)) for o, s in parts]
         merge(pairs, (results[0], results[1]), CurrentDevice())

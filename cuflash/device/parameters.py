@@ -125,14 +125,14 @@ class Slots:
 
     def __init__(self, block: ParameterBlock, members: Sequence[str]) -> None:
         layout = block.layout()
-        self._dtype = block.dtype
+        self._opaque = block.opaque
         self._words = np.array([layout[member] // 8 for member in members])
 
     def fill(self, template: np.ndarray, numbers: Sequence[int]) -> np.ndarray:
-        """Return a copy of a parameter block, given as words, with these numbers."""
+        """Return a copy of a block, given as words, with these numbers; opaque."""
         words = template.copy()
         words[self._words] = numbers
-        return words.view(self._dtype)
+        return words.view(self._opaque)
 
 
 def as_words(block: np.ndarray) -> np.ndarray:
@@ -189,16 +189,19 @@ class BatchPlan(NamedTuple):
             tuple(sizes[cut:]), by_operand(steps[cut:]), tuple(sizes[:cut]), by_operand(steps[:cut])
         )
 
-    def shifts(self) -> Iterator[tuple[int, ...]]:
-        """Yield, for each turn of the engine's loop, how many elements every operand moves on."""
+    def places(self, pointers: Sequence[int], itemsizes: Sequence[int]) -> Iterator[list[int]]:
+        """Yield, for each turn of the engine's loop, where every operand begins; 0 stays 0."""
         if not self.outer_sizes:
-            yield (0,) * len(self.outer_strides)
+            yield list(pointers)
             return
         for index in product(*map(range, self.outer_sizes)):
-            yield tuple(
-                sum(i * step for i, step in zip(index, steps, strict=True))
-                for steps in self.outer_strides
-            )
+            yield [
+                pointer
+                and pointer + itemsize * sum(i * step for i, step in zip(index, steps, strict=True))
+                for pointer, itemsize, steps in zip(
+                    pointers, itemsizes, self.outer_strides, strict=True
+                )
+            ]
 
     def without_rows(self) -> tuple[BatchPlan, int, tuple[int, ...]]:
         """Return the plan without its last axis, and that axis: its size, and every stride."""

@@ -267,7 +267,7 @@ class SoftmaxPlan:
             _POINTER.pack_into(block, offset, pointer)
         for i, offset in enumerate(self.workspaces):
             _POINTER.pack_into(block, offset, workspace + i * self.workspace)
-        return np.frombuffer(block, SOFTMAX_PARAMETERS.dtype)
+        return np.frombuffer(block, SOFTMAX_PARAMETERS.opaque)
 
 
 _POINTER = struct.Struct("@P")

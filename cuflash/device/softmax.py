@@ -35,7 +35,7 @@ def softmax(
     ValueError
         The method cannot run this problem; those that can are listed.
     """
-    with outputs[0].device:
+    with memory.device_of(outputs[0]):
         sources = [memory.aligned(x) for x in inputs]
         targets = [memory.aligned(x, copy=False) for x in outputs]
         compute(with_inputs(problem, sources), sources, where, targets, CurrentDevice())

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.device.plans import divisor, plan_softmax, softmax_kernels, softmax_regimes
+from cuflash.device.plans import (
+    SOFTMAX_PARAMETERS,
+    divisor,
+    plan_softmax,
+    softmax_kernels,
+    softmax_regimes,
+)
 from cuflash.problem import FLOATS, ArraySpec, SoftmaxProblem
 from cuflash.testing.strategies import softmax_problems
 from tests.devices import H200, T4
@@ -25,7 +31,8 @@ def plan(x, axis=-1, where=None, *, operation="softmax", method="auto", limits=H
 
 def parameters(made):
     """Return the parameter block of a plan."""
-    return made.parameters([0] * len(made.pointers), 0)[0]
+    block = made.parameters([0] * len(made.pointers), 0)
+    return block.view(SOFTMAX_PARAMETERS.dtype)[0]
 
 
 def row(length, dtype=np.float32):

@@ -272,7 +272,7 @@ def test_axes_merge_where_all_operands_do():
     assert merged.strides[1] == (20, 0, 5)
     cut = BatchPlan.of((2, 3, 4), [spec(2, 3, 4, 5), shared], 12)
     assert (cut.outer_sizes, cut.sizes) == ((2,), (3, 4))
-    assert list(cut.shifts()) == [(0, 0), (60, 20)]
+    assert list(cut.places([1000, 0], [4, 2])) == [[1000, 0], [1240, 0]]
 
 
 def test_a_grid_larger_than_the_device_allows(monkeypatch):
