@@ -14,6 +14,7 @@ from typing import Any
 import cupy
 
 from ..problem import ArraySpec, AttentionArrays, AttentionProblem
+from . import attention_plans as plans
 from . import memory
 from .attention_plans import INTEGER_OPTIONS, AttentionPlan, plan_attention, workspace_bytes
 from .executor import CurrentDevice, Executor, device_limits
@@ -21,8 +22,7 @@ from .executor import CurrentDevice, Executor, device_limits
 
 def attention_methods(problem: AttentionProblem) -> tuple[str, ...]:
     """Return the kernel families that can run this problem here."""
-    del problem
-    return ("simt",)
+    return plans.attention_methods(problem, device_limits(cupy.cuda.runtime.getDevice()))
 
 
 def attention_workspace(problem: AttentionProblem) -> int:

@@ -16,6 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ..problem import ArraySpec, AttentionProblem, accumulator
+from .attention_plans_mma import (
+    MmaTile,
+    forward_mma,
+    mma_kernels,
+    mma_runs,
+    mma_score,
+    mma_tile,
+)
 from .compiler import KernelName, Launch
 from .executor import DeviceLimits
 from .parameters import (
@@ -198,12 +206,51 @@ def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     for choice, score in product(SIMT_TILES, _SCORES):
         if choice.accumulator == acc.name:
             yield _forward_simt(dtype, score, choice.tile)
+    yield from mma_kernels(dtype, _SCORES)
     for parts in ("ListedParts", "EvenParts"):
         yield _combine(f"combine<{C_TYPES[acc.name]}, cuflash::{parts}>")
     yield _combine(f"combine_states<{C_TYPES[acc.name]}>")
 
 
-def _splits(problem: AttentionProblem, tile: SimtTile, limits: DeviceLimits) -> int:
+def attention_methods(problem: AttentionProblem, limits: DeviceLimits) -> tuple[str, ...]:
+    """Return the kernel families that can run a problem on a device, the fastest first."""
+    return ("mma", "simt") if mma_runs(problem, limits) else ("simt",)
+
+
+class _Forward(NamedTuple):
+    """How a family runs a problem."""
+
+    method: str
+    tile: SimtTile | MmaTile
+    kernel: KernelName
+    threads: int
+    shared_bytes: int
+    queries_stay: bool
+
+
+@lru_cache(maxsize=4096)
+def _forward(problem: AttentionProblem, limits: DeviceLimits) -> _Forward:
+    """Choose family, tile and kernel."""
+    method, score = problem.method, _score(problem)
+    if method == "auto":
+        method = attention_methods(problem, limits)[0]
+    if method == "mma":
+        mma = mma_tile(problem, limits)
+        kernel = forward_mma(problem.dtype, mma_score(problem, score), mma)
+        return _Forward(method, mma, kernel, 32 * mma.warps, mma.shared_bytes, True)
+    tile = simt_tile(problem, limits)
+    held = _held_chunks(problem, tile, limits)
+    return _Forward(
+        method="simt",
+        tile=tile,
+        kernel=_forward_simt(problem.dtype, score, tile),
+        threads=32 * tile.warps,
+        shared_bytes=tile.shared_bytes(accumulator(problem.dtype).itemsize, held),
+        queries_stay=held * tile.features >= problem.d,
+    )
+
+
+def _splits(problem: AttentionProblem, tile: SimtTile | MmaTile, limits: DeviceLimits) -> int:
     """Return the number of shares of the keys."""
     tiles = -(-problem.tk // tile.keys)
     if problem.num_splits is not None:
@@ -242,7 +289,7 @@ _COMBINE_THREADS = 256
 @lru_cache(maxsize=4096)
 def workspace_bytes(problem: AttentionProblem, limits: DeviceLimits) -> int:
     """Return the bytes of partial results: (out, lse) of every row for each share of the keys."""
-    splits = _splits(problem, simt_tile(problem, limits), limits)
+    splits = _splits(problem, _forward(problem, limits).tile, limits)
     rows = math.prod(problem.lse_shape)
     if splits == 1 or not rows:
         return 0
@@ -258,7 +305,7 @@ class AttentionPlan:
     """
 
     method: str
-    tile: SimtTile
+    tile: SimtTile | MmaTile
     splits: int
     workspace: int
     batch: BatchPlan
@@ -332,7 +379,8 @@ def plan_attention(
         Without launches if there is nothing to write.
     """
     acc = accumulator(problem.dtype)
-    tile = simt_tile(problem, limits)
+    forward = _forward(problem, limits)
+    tile = forward.tile
     splits = _splits(problem, tile, limits)
     row_tiles = -(-problem.tq // tile.queries)
     column_tiles = max(1, -(-problem.dv // tile.values))
@@ -369,11 +417,10 @@ def plan_attention(
             fields[name] = parts[name]
             fields[f"{name}_split"] = parts[f"{name}_step"]
 
-    held = _held_chunks(problem, tile, limits)
-    fields["queries_stay"] = held * tile.features >= problem.d
+    fields["queries_stay"] = forward.queries_stay
     empty = not rows * math.prod(batch.outer_sizes)
     return AttentionPlan(
-        method="simt",
+        method=forward.method,
         tile=tile,
         splits=splits,
         workspace=workspace_bytes(problem, limits),
@@ -382,10 +429,10 @@ def plan_attention(
         forward=None
         if empty
         else Launch(
-            _forward_simt(problem.dtype, _score(problem), tile),
+            forward.kernel,
             grid=blocks_per_entry * batch.entries,
-            block=32 * tile.warps,
-            shared_bytes=tile.shared_bytes(acc.itemsize, held),
+            block=forward.threads,
+            shared_bytes=forward.shared_bytes,
         ),
         combine=None
         if splits == 1

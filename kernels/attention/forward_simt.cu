@@ -10,6 +10,7 @@
 //   values   kKeys x kValues
 //   weights  kQueries x kKeys       the lanes of a row exchange exp(s - m)
 //   queries  kQueries x kFeatures   of one chunk, or of all chunks if they stay
+#include "attention/block.cuh"
 #include "attention/parameters.cuh"
 #include "lib/nonfinite.cuh"
 #include "lib/numeric.cuh"
@@ -39,44 +40,6 @@ struct SimtTile {
     // Where a thread's weight (i, j) lies relative to that of its first row.
     static __device__ __forceinline__ int weight_at(int i, int j, const LanePosition& lane) {
         return kLaneRows * i * kWeightStride + kLaneColumns * j + lane.column;
-    }
-};
-
-// What all threads of a block know. It lies in shared memory: registers are for the accumulators.
-template <typename T, typename Score>
-struct BlockWork {
-    BatchIndex index;
-    Work work;
-    Matrix<const T> q, k, v;
-    Score score;
-    int64 first_row, end_row;      // query rows of the block
-    int64 first_value, end_value;  // columns of v and out
-    KeyRange any, all;             // keys that at least one row sees, that all rows see
-    TileRange tiles;
-    int redo;  // a row met a non-finite value
-
-    // To be called by all threads.
-    __device__ __forceinline__ void begin(const AttentionParameters& p, int rows, int columns,
-                                          int keys) {
-        const Work decoded = Work::of(p.grid, blockIdx.x);
-        decode_batch(p.batch, decoded.entry, index);
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            work = decoded;
-            q = Matrix<const T>::of(p.q, p.batch, index);
-            k = Matrix<const T>::of(p.k, p.batch, index);
-            v = Matrix<const T>::of(p.v, p.batch, index);
-            score.load(p.score, p.batch, index);
-            first_row = work.row_tile * rows;
-            end_row = min(first_row + rows, p.score.queries);
-            first_value = int64(work.column_tile) * columns;
-            end_value = min(first_value + columns, p.values);
-            any = score.range_of_any(first_row, end_row);
-            all = score.range_of_all(first_row, end_row);
-            tiles = TileRange::of(any, keys, work.split, p.grid.splits);
-            redo = 0;
-        }
-        __syncthreads();
     }
 };
 

@@ -31,6 +31,12 @@ struct Output {
           out_start(entry_offset(p.out.batch_stride, p.batch, index) + split * p.out_split),
           lse_start(entry_offset(p.lse.batch_stride, p.batch, index) + split * p.lse_split) {}
 
+    // Results as a matrix of R, the type that `out_is_wide` says.
+    template <typename R>
+    __device__ __forceinline__ Matrix<R> matrix() const {
+        return {static_cast<R*>(p.out.data) + out_start, p.out.row_stride, p.out.column_stride};
+    }
+
     __device__ __forceinline__ void store(int64 row, int64 column, A x) const {
         int64 element = out_start + row * p.out.row_stride + column * p.out.column_stride;
         if (p.out_is_wide)

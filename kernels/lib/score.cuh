@@ -5,6 +5,7 @@
 //   range(row)             the keys that a row can see before the mask: causal, window, lengths
 //   score(dot, row, key)   the score of a pair in that range, -inf if the mask hides it
 //   sees(row, key)         whether the mask lets a pair of that range see each other
+//   change_row(s, pairs)   the same as score, for a thread's dot products of one row
 // `Score<A, kRanged, Steps...>` is made of steps, functors that are applied in order. A new option
 // is a new step; the kernels' loops do not change. A step that is absent from a call is switched
 // off by its own parameters, so that three instantiations serve all calls: PlainScore, RangedScore
@@ -46,6 +47,14 @@ constexpr int64 kUnlimited = 1LL << 61;
 struct Pair {
     int64 row, key;
     int64 distance;  // from the key forward to the position of the query
+};
+
+// Pairs of one row with keys at `first_key` + column. In range are the columns low..high - 1.
+struct RowPairs {
+    int64 row, first_key;
+    int low, high;
+
+    __device__ __forceinline__ bool has(int column) const { return column >= low && column < high; }
 };
 
 __device__ __forceinline__ int64 clamp(int64 x, int64 low, int64 high) {
@@ -109,6 +118,7 @@ struct Softcap : Transparent {
                                          const BatchIndex&) {
         cap = A(p.softcap);
     }
+    __device__ __forceinline__ bool is_present() const { return cap != A(0); }
     __device__ __forceinline__ A operator()(A s, const Pair&) const {
         // Far below the cap a score stays as it is, and s / cap could lose it to underflow.
         if (cap == A(0) || fabs(s) < cap * linear(cap)) return s;
@@ -140,6 +150,7 @@ struct Bias : Transparent {
         column_stride = p.bias.column_stride;
         type = p.bias.type;
     }
+    __device__ __forceinline__ bool is_present() const { return data; }
     __device__ __forceinline__ A operator()(A s, const Pair& at) const {
         if (!data) return s;
         int64 element = start + at.row * row_stride + at.key * column_stride;
@@ -162,6 +173,7 @@ struct Alibi : Transparent {
                                          const BatchIndex& index) {
         slope = read_entry(p.alibi_slopes, axes, index, A(0));
     }
+    __device__ __forceinline__ bool is_present() const { return slope != A(0); }
     __device__ __forceinline__ A operator()(A s, const Pair& at) const {
         return slope == A(0) ? s : s - slope * A(llabs(at.distance));
     }
@@ -176,6 +188,7 @@ struct Mask {
         matrix = Matrix<const unsigned char>::of(p.mask, axes, index);
         if (!p.mask.data) matrix.data = nullptr;
     }
+    __device__ __forceinline__ bool is_present() const { return matrix.data; }
     __device__ __forceinline__ bool sees(const Pair& at) const {
         return !matrix.data || matrix.at(at.row, at.key);
     }
@@ -234,12 +247,33 @@ struct Score : private Steps... {
         return s;
     }
 
+    // Turns dot products with the keys in columns `column_of(j)` into scores, -inf out of range. A
+    // step is done with all of them before the next one, and not at all if it is absent.
+    template <int kCount, typename ColumnOf>
+    __device__ __forceinline__ void change_row(A (&s)[kCount], const RowPairs& pairs,
+                                               ColumnOf column_of) const {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+            s[j] = pairs.has(column_of(j)) ? s[j] * scale : -infinity<A>();
+        (apply_step(static_cast<const Steps&>(*this), s, pairs, column_of), ...);
+    }
+
     __device__ __forceinline__ bool sees(int64 row, int64 key) const {
         const Pair at = pair(row, key);
         return (static_cast<const Steps&>(*this).sees(at) && ...);
     }
 
   private:
+    template <typename Step, int kCount, typename ColumnOf>
+    __device__ __forceinline__ void apply_step(const Step& step, A (&s)[kCount],
+                                               const RowPairs& pairs, ColumnOf column_of) const {
+        if (!step.is_present()) return;
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+            if (pairs.has(column_of(j)))
+                s[j] = step(s[j], pair(pairs.row, pairs.first_key + column_of(j)));
+    }
+
     __device__ __forceinline__ Pair pair(int64 row, int64 key) const {
         return {row, key, row + bounds.offset - key};
     }

@@ -12,8 +12,8 @@ import numpy as np
 
 import cuflash
 from cuflash import engine, host
-from cuflash.device.attention import attention_methods, compute, respecified
-from cuflash.device.attention_plans import workspace_bytes
+from cuflash.device.attention import compute, respecified
+from cuflash.device.attention_plans import attention_methods, workspace_bytes
 from cuflash.device.online import merge
 from cuflash.problem import AttentionArrays
 from cuflash.testing.bounds import assert_attention_close, expect_attention
@@ -28,7 +28,9 @@ class HostCudaAttention:
         self.executor = HostExecutor(**options)
 
     empty = staticmethod(host.empty)
-    attention_methods = staticmethod(attention_methods)
+
+    def attention_methods(self, problem):
+        return attention_methods(problem, self.executor.limits)
 
     def attention_workspace(self, problem):
         return workspace_bytes(problem, self.executor.limits)

@@ -14,33 +14,50 @@ pytest.importorskip("cupy", reason="kernels are compiled through CuPy")
 
 from cuflash.device.attention_plans import SIMT_TILES, attention_kernels
 from cuflash.device.compiler import compile_only
-from cuflash.problem import FLOATS, accumulator
+from cuflash.problem import BFLOAT16, FLOATS, accumulator
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 #: Where the figures of each dtype are measured. 16-bit inputs have kernels of their own there.
 HOME = {"float64": "sm_90a", "float32": "sm_90a", "float16": "sm_80", "bfloat16": "sm_80"}
 #: Everywhere: these dtypes, in the variant with the most registers and paths.
 COVERING_DTYPES = ("float64", "bfloat16")
+COVERING_MMA_TILE = "MmaTile<2, 4, 64, 64, 64,"
 #: ptxas fills 255 registers, and for 16-bit inputs, converted as they are loaded, 2 words more.
 MOST_SPILLED = {"float64": 0, "float32": 0, "float16": 8, "bfloat16": 8}
+#: With every option at D = 128 the tensor-core kernel keeps some of its addresses in memory.
+MOST_SPILLED_FULL_MMA = 192
 
 
 def programs():
     """Yield (dtype, architecture, source, expressions): what is compiled together."""
-    everything = bool(os.environ.get("CUFLASH_COMPILE_ALL"))
     for architecture in ARCHITECTURES:
         for dtype in FLOATS:
-            home = architecture == HOME[dtype.name]
-            kernels = list(attention_kernels(dtype))
-            tile = next(
-                choice.tile
-                for choice in SIMT_TILES
-                if choice.accumulator == accumulator(dtype).name and choice.values == 64
-            )
-            for source, expression in kernels:
-                covers = "FullScore" in expression and tile.expression in expression
-                if everything or home or (covers and dtype.name in COVERING_DTYPES):
+            for source, expression in attention_kernels(dtype):
+                if is_compiled(dtype, architecture, expression):
                     yield dtype.name, architecture, source, expression
+
+
+def is_compiled(dtype, architecture, expression):
+    """Tell whether a variant is compiled for an architecture in the short run."""
+    tensor_cores = "forward_mma" in expression
+    if tensor_cores and architecture == "sm_75":
+        return False
+    if os.environ.get("CUFLASH_COMPILE_ALL"):
+        return True
+    home = architecture == HOME[dtype.name]
+    if tensor_cores:
+        # 10 s each: the two 16-bit types differ by one instruction.
+        covers = COVERING_MMA_TILE in expression
+        if home:
+            return dtype.name == "bfloat16" or covers
+        return covers and dtype.name == "bfloat16" and "RangedScore" in expression
+    tile = next(
+        choice.tile
+        for choice in SIMT_TILES
+        if choice.accumulator == accumulator(dtype).name and choice.values == 64
+    )
+    covers = "FullScore" in expression and tile.expression in expression
+    return home or (covers and dtype.name in COVERING_DTYPES)
 
 
 PROGRAMS = list(programs())
@@ -61,11 +78,20 @@ def test_compiles_without_spills(program, reports):
     dtype, architecture, _, expression = program
     report = reports[program].result()[expression]
     if architecture == HOME[dtype]:
-        assert max(report.spill_stores, report.spill_loads) <= MOST_SPILLED[dtype], report
+        allowed = MOST_SPILLED[dtype]
+        if "forward_mma" in expression and "FullScore" in expression:
+            allowed = MOST_SPILLED_FULL_MMA
+        assert max(report.spill_stores, report.spill_loads) <= allowed, report
 
 
 def test_every_variant_is_compiled_once():
     compiled = {(p[0], p[3]) for p in PROGRAMS if p[1] == HOME[p[0]]}
     wanted = {(d.name, k.expression) for d in FLOATS for k in attention_kernels(d)}
-    assert compiled == wanted
+    missing = wanted - compiled
+    assert compiled <= wanted
+    # What float16 leaves out here is compiled for bfloat16.
+    assert {(d, e.replace("__half", "__nv_bfloat16")) for d, e in missing} <= {
+        ("float16", expression) for dtype, expression in compiled if dtype == "bfloat16"
+    }
     assert len(list(attention_kernels(np.dtype(np.float32)))) == 5 * 3 + 3
+    assert len([k for k in attention_kernels(BFLOAT16) if "forward_mma" in k.expression]) == 8 * 3

@@ -1,0 +1,142 @@
+"""The tiles of `forward_mma`, attention on tensor cores, as data, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from ..problem import AttentionProblem
+from .compiler import KernelName
+from .executor import DeviceLimits
+from .plans import C_TYPES
+
+
+@dataclass(frozen=True, slots=True)
+class MmaTile:
+    """The tile of `forward_mma`, `MmaTile` in the kernel.
+
+    A warp owns `row_tiles` times 16 query rows, a block `warps` warps and `keys` keys at a time.
+    `features` and `values` are the widths that D and Dv are padded to. With `queries_held` a warp
+    keeps its queries in registers, else it reads them again for each tile of keys.
+    """
+
+    row_tiles: int
+    warps: int
+    keys: int
+    features: int
+    values: int
+    queries_held: bool
+    blocks: int
+
+    @property
+    def queries(self) -> int:
+        """Query rows of a block."""
+        return 16 * self.row_tiles * self.warps
+
+    @property
+    def expression(self) -> str:
+        """The tile as a C++ type."""
+        numbers = (self.row_tiles, self.warps, self.keys, self.features, self.values)
+        held = str(self.queries_held).lower()
+        return f"cuflash::MmaTile<{', '.join(map(str, numbers))}, {held}, {self.blocks}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return 2 * (self.queries * self.features + 2 * self.keys * (self.features + self.values))
+
+
+class MmaChoice(NamedTuple):
+    """A row of the table: the most features and value columns that take the tile."""
+
+    features: int
+    values: int
+    tile: MmaTile
+    reason: str
+
+
+#: The first row that fits a problem, and whose blocks a multiprocessor has room for, is taken.
+MMA_TILES = (
+    MmaChoice(
+        32, 32, MmaTile(2, 4, 64, 32, 32, True, 2),
+        "32 rows a warp: each fragment of keys and values read from shared memory serves two "
+        "products",
+    ),
+    MmaChoice(64, 64, MmaTile(2, 4, 64, 64, 64, True, 2), "as above"),
+    MmaChoice(
+        96, 96, MmaTile(2, 4, 64, 96, 96, False, 2),
+        "the sums of 32 rows leave no registers to hold queries in",
+    ),
+    MmaChoice(128, 128, MmaTile(2, 4, 64, 128, 128, False, 2), "as above"),
+    MmaChoice(
+        128, 128, MmaTile(2, 4, 32, 128, 128, False, 2),
+        "half the keys: two blocks in 164 KB (sm_80)",
+    ),
+    MmaChoice(
+        192, 128, MmaTile(2, 4, 32, 192, 128, False, 2),
+        "as for 128 features; 32 keys leave room for two blocks",
+    ),
+    MmaChoice(
+        256, 256, MmaTile(1, 8, 64, 256, 256, False, 1),
+        "16 rows a warp: their sums take 128 registers",
+    ),
+    MmaChoice(
+        256, 256, MmaTile(1, 4, 32, 256, 256, False, 1),
+        "what fits in the 99 KB of sm_86 and sm_89",
+    ),
+)  # fmt: skip
+
+#: The widest heads there is a tile for.
+WIDEST = 256
+#: Shared memory of a block that is not its own dynamic one: 1 KB of the system, and `BlockWork`.
+_RESERVED_SHARED = 2048
+#: Scales that can be folded into the base-2 exponent without overflow or loss.
+_FOLDABLE = (2.0**-64, 2.0**64)
+
+
+def mma_runs(problem: AttentionProblem, limits: DeviceLimits) -> bool:
+    """Tell whether tensor cores can run this problem on a device."""
+    return (
+        problem.dtype.itemsize == 2
+        and max(problem.d, problem.dv) <= WIDEST
+        and int(limits.compute_capability) >= 80
+    )
+
+
+def mma_score(problem: AttentionProblem, score: str) -> str:
+    """Return the score pipeline, given the least one: a scale that cannot be folded is a step."""
+    least, most = _FOLDABLE
+    return score if least <= problem.scale <= most else "FullScore"
+
+
+def mma_tile(problem: AttentionProblem, limits: DeviceLimits) -> MmaTile:
+    """Return the first tile of the table that fits the problem and the device."""
+    fitting = [
+        choice.tile
+        for choice in MMA_TILES
+        if problem.d <= choice.features and problem.dv <= choice.values
+    ]
+    for tile in fitting:
+        needed = tile.shared_bytes + _RESERVED_SHARED
+        if tile.blocks * needed <= limits.shared_per_sm and needed <= limits.shared_per_block:
+            return tile
+    return min(fitting, key=lambda tile: tile.shared_bytes)
+
+
+def forward_mma(dtype: np.dtype, score: str, tile: MmaTile) -> KernelName:
+    """Name the kernel for a dtype, a score pipeline and a tile."""
+    return KernelName(
+        "attention/forward_mma.cu",
+        f"cuflash::forward_mma<{C_TYPES[dtype.name]}, cuflash::{score}<float>, {tile.expression}>",
+    )
+
+
+def mma_kernels(dtype: np.dtype, scores: tuple[str, ...]) -> Iterator[KernelName]:
+    """Yield every kernel that a plan for q, k, v of this dtype can launch."""
+    if dtype.itemsize == 2:
+        for choice, score in product(MMA_TILES, scores):
+            yield forward_mma(dtype, score, choice.tile)

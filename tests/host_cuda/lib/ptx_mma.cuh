@@ -1,0 +1,135 @@
+// The instructions of kernels/lib/ptx_mma.cuh as PTX describes them, for kernels on the CPU.
+//
+// Background copies happen as late as they may, when their group is waited for: who reads without
+// waiting reads what was there before.
+#pragma once
+
+#include "lib/numeric.cuh"
+
+namespace cuflash {
+
+inline unsigned shared_address(const void* pointer) {
+    return unsigned(static_cast<const char*>(pointer) -
+                    static_cast<const char*>(cuda_on_host::dynamic_shared()));
+}
+template <typename T>
+inline T& shared_at(unsigned address) {
+    return *reinterpret_cast<T*>(static_cast<char*>(cuda_on_host::dynamic_shared()) + address);
+}
+
+// ------------------------------------------------------------------------------ copies (cp.async)
+
+struct PendingCopy {
+    unsigned to;
+    const void* from;
+    int bytes, group;
+};
+struct PendingCopies {
+    static constexpr int kMost = 512;
+    PendingCopy copies[kMost];
+    int count, groups;
+};
+inline PendingCopies& own_copies() {
+    static PendingCopies of_thread[1024];
+    return of_thread[threadIdx.x];
+}
+
+inline void copy_async(unsigned to, const void* from, int bytes = 16) {
+    PendingCopies& own = own_copies();
+    if (to % 16 || reinterpret_cast<unsigned long long>(from) % 16 || bytes < 0 || bytes > 16)
+        cuda_on_host::fail("a background copy is not aligned");
+    if (own.count == PendingCopies::kMost) cuda_on_host::fail("too many background copies");
+    own.copies[own.count++] = {to, from, bytes, own.groups};
+}
+inline void commit_copies() {
+    ++own_copies().groups;
+}
+template <int kPending>
+inline void wait_for_copies() {
+    PendingCopies& own = own_copies();
+    int kept = 0;
+    for (int i = 0; i < own.count; ++i) {
+        const PendingCopy copy = own.copies[i];
+        if (copy.group >= own.groups - kPending) {
+            own.copies[kept++] = copy;
+            continue;
+        }
+        __builtin_memset(&shared_at<char>(copy.to), 0, 16);
+        __builtin_memcpy(&shared_at<char>(copy.to), copy.from, copy.bytes);
+    }
+    own.count = kept;
+}
+
+// ----------------------------------------------------------------------------- matrices (ldmatrix)
+
+using RowAddresses = const unsigned long long*;
+
+inline RowAddresses row_addresses(unsigned row) {
+    if (row % 16) cuda_on_host::fail("a row of a matrix is not aligned");
+    return cuda_on_host::exchange(kFullWarp, row, __LINE__);
+}
+inline void load_matrices(unsigned (&to)[4], unsigned row) {
+    const RowAddresses rows = row_addresses(row);
+    const unsigned lane = cuda_on_host::lane();
+    for (int i = 0; i < 4; ++i)
+        to[i] = shared_at<unsigned>(unsigned(rows[8 * i + lane / 4]) + lane % 4 * 4);
+}
+inline void load_transposed_matrices(unsigned (&to)[4], unsigned row) {
+    const RowAddresses rows = row_addresses(row);
+    const unsigned lane = cuda_on_host::lane();
+    for (int i = 0; i < 4; ++i) {
+        to[i] = 0;
+        for (int e = 0; e < 2; ++e) {
+            const unsigned from = unsigned(rows[8 * i + lane % 4 * 2 + e]) + lane / 4 * 2;
+            to[i] |= unsigned(shared_at<unsigned short>(from)) << 16 * e;
+        }
+    }
+}
+
+// --------------------------------------------------------------------------------- products (mma)
+
+// 16-bit elements `first` and `first` + 1 of a lane's payload, widened.
+template <typename T>
+inline double element(unsigned long long payload, int index) {
+    return widen(bits_as<T>(static_cast<unsigned short>(payload >> 16 * index)));
+}
+
+template <typename T>
+struct MatrixProduct {
+    static void add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+        const unsigned lane = cuda_on_host::lane();
+        unsigned long long rows[2][4], columns[2][4];
+        // A lane's payload holds rows g and g + 8 of one half of the contracted axis.
+        for (int half = 0; half < 2; ++half) {
+            const auto* all = cuda_on_host::exchange(
+                kFullWarp, a[2 * half] | 1ull * a[2 * half + 1] << 32, __LINE__);
+            for (int t = 0; t < 4; ++t) rows[half][t] = all[lane / 4 * 4 + t];
+        }
+        const auto* all = cuda_on_host::exchange(kFullWarp, b0 | 1ull * b1 << 32, __LINE__);
+        for (int n = 0; n < 2; ++n)
+            for (int t = 0; t < 4; ++t) columns[n][t] = all[(lane % 4 * 2 + n) * 4 + t];
+        for (int i = 0; i < 4; ++i) {
+            double sum = c[i];
+            for (int k = 0; k < 16; ++k) {
+                const int half = k / 8, t = k % 8 / 2, e = k % 2;
+                sum += element<T>(rows[half][t], i / 2 * 2 + e) *
+                       element<T>(columns[i % 2][t], half * 2 + e);
+            }
+            c[i] = float(sum);
+        }
+    }
+};
+
+// --------------------------------------------------------------------------------------- exp2,
+// pack
+
+inline float exp2_approximate(float x) {
+    return exp2f(x);
+}
+template <typename T>
+inline unsigned pack(float low, float high) {
+    return bits_as<unsigned short>(narrow<T>(low)) |
+           unsigned(bits_as<unsigned short>(narrow<T>(high))) << 16;
+}
+
+}  // namespace cuflash
