@@ -87,7 +87,12 @@ def _demo(args: argparse.Namespace) -> None:
         print(line, flush=True)
 
 
-def _info(_: argparse.Namespace) -> None:
+def _info(args: argparse.Namespace) -> None:
+    if args.softmax:
+        _info_softmax(args)
+        return
+    if args.device_like:
+        raise ValueError("--device-like goes with --softmax")
     obstacle = _device_obstacle()
     lines = [
         ("cuflash", cuflash.__version__),
@@ -104,6 +109,27 @@ def _info(_: argparse.Namespace) -> None:
     ]
     for name, value in lines:
         print(f"{name:13}{value}")
+
+
+def _info_softmax(args: argparse.Namespace) -> None:
+    obstacle = _device_obstacle()
+    if importlib.util.find_spec("cupy") is None or (obstacle and not args.device_like):
+        raise ValueError(f"info --softmax: {obstacle}")
+    occupancy = importlib.import_module("cuflash.device.occupancy")
+    if args.device_like:
+        if args.device_like not in occupancy.KNOWN_GPUS:
+            known = ", ".join(occupancy.KNOWN_GPUS)
+            raise ValueError(f"--device-like {args.device_like}: not one of {known}")
+        name, limits = args.device_like, occupancy.KNOWN_GPUS[args.device_like]
+    else:
+        name, limits = "this GPU", occupancy.device_limits(_cupy().cuda.runtime.getDevice())
+    dtype = np.dtype(args.dtype)
+    print(f"softmax of contiguous {dtype.name} rows on {name}, method auto")
+    for line in occupancy.report(limits, dtype):
+        print(line)
+    print("\na float32 row in the shared memory of a block of 256 threads, 48 KB at most")
+    for line in occupancy.source_report(limits):
+        print(line)
 
 
 def _found(probe: Callable[[], str]) -> str:
@@ -286,7 +312,16 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--plot", type=Path, metavar="PNG", help="write the attention map")
     demo.set_defaults(run=_demo)
 
-    info = commands.add_parser("info", help="engines, GPUs and versions")
+    info = commands.add_parser("info", help="engines, GPUs and versions; regimes of softmax")
+    info.add_argument(
+        "--softmax",
+        action="store_true",
+        help="which method for which row length, occupancy, predicted trips to memory",
+    )
+    info.add_argument("--dtype", choices=_DTYPES, default="float32", help="of --softmax's rows")
+    info.add_argument(
+        "--device-like", metavar="GPU", help="with --softmax: of a GPU that is not here, such as t4"
+    )
     info.set_defaults(run=_info)
 
     attend = commands.add_parser(

@@ -10,6 +10,7 @@ H200 = DeviceLimits(
     shared_per_sm=233472,
     shared_per_block=232448,
     l2_bytes=60 << 20,
+    cluster_blocks=16,
 )
 T4 = DeviceLimits(
     compute_capability="75",

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 from cupy._core import core as cupy_core
+from cupy_backends.cuda.api import driver
 from cupy_backends.cuda.libs import nvrtc
 
 from .._sources import kernel_source
@@ -139,6 +140,10 @@ def _arch_option(compute_capability: str) -> tuple[str, ...]:
     return ("-arch=sm_90a",) if compute_capability == "90" else ()
 
 
+#: CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED of the driver, which CuPy does not name.
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
+
+
 @cache
 def load(kernel: KernelName, device: int) -> Any:
     """Return a compiled kernel, a `cupy.RawKernel`; `device` must be the current one.
@@ -156,6 +161,9 @@ def load(kernel: KernelName, device: int) -> Any:
     function.max_dynamic_shared_size_bytes = (
         attributes["MaxSharedMemoryPerBlockOptin"] - function.shared_size_bytes
     )
+    if int(cupy.cuda.Device(device).compute_capability) >= 90:
+        # So must clusters of more than 8 blocks, which not every such device has.
+        driver.funcSetAttribute(function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
     return function
 
 

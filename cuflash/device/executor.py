@@ -17,7 +17,8 @@ class DeviceLimits:
     """What plans read of a device; bytes are bytes, the rest counts.
 
     `shared_per_block` is the most that a block can ask for (the opt-in limit), `shared_per_sm` what
-    the blocks on a multiprocessor have together.
+    the blocks on a multiprocessor have together. `cluster_blocks` is the size of the largest
+    thread-block cluster, 1 where there are none.
     """
 
     compute_capability: str
@@ -28,10 +29,17 @@ class DeviceLimits:
     shared_per_block: int
     l2_bytes: int
     blocks: int = 2**31 - 1
+    cluster_blocks: int = 1
 
     def __post_init__(self) -> None:
         """Refuse numbers that no device has."""
-        for name in ("multiprocessors", "threads_per_sm", "registers_per_sm", "blocks"):
+        for name in (
+            "multiprocessors",
+            "threads_per_sm",
+            "registers_per_sm",
+            "blocks",
+            "cluster_blocks",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if not 0 < self.shared_per_block <= self.shared_per_sm:
@@ -39,6 +47,12 @@ class DeviceLimits:
                 f"shared_per_block must lie in 1..shared_per_sm ({self.shared_per_sm}), "
                 f"got {self.shared_per_block}"
             )
+
+
+def _cluster_blocks(compute_capability: str) -> int:
+    """Return the largest cluster: 16 where a kernel may ask for more than the portable 8."""
+    major = int(compute_capability[:-1])
+    return 1 if major < 9 else 16 if major in (9, 10) else 8
 
 
 @cache
@@ -54,6 +68,7 @@ def device_limits(device: int) -> DeviceLimits:
         shared_per_block=attributes["MaxSharedMemoryPerBlockOptin"],
         l2_bytes=attributes["L2CacheSize"],
         blocks=attributes["MaxGridDimX"],
+        cluster_blocks=_cluster_blocks(cupy.cuda.Device(device).compute_capability),
     )
 
 

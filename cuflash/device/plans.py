@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -42,17 +42,43 @@ _SCATTERED_COLUMNS = 2**31 - 1
 
 #: Bytes that one thread moves at a time.
 _CHUNK = 16
-#: Lanes of a team before each has more than one chunk: 8 * 16 bytes are a cache line.
-_LINE_LANES = 8
-#: Most chunks that a lane holds in registers, 4 registers each: 128 bytes in flight a thread hide
-#: the latency of memory at half occupancy.
-_HELD_CHUNKS = 8
-#: Threads of a block at most (`kMaxThreads`), and where nothing asks for more: small blocks let
-#: the rows of one finish while others load.
+_WARP = 32
+#: Most threads of a block (`kMaxThreads`), and how many it has where nothing asks for more: small
+#: blocks let the rows of one finish while others load.
 _MAX_THREADS, _BLOCK_THREADS = 512, 128
+
+#: Lanes of a team by the most chunks of a row, else all threads of a block. Rows of up to 4 KB stay
+#: within a warp, which needs no barrier; 4 chunks a lane are 64 bytes in flight a thread, at which
+#: enough threads are resident to hide the latency of memory; 4 lanes read two sectors at a time.
+_LANES = ((1, 1), (2, 2), (16, 4), (32, 8), (64, 16), (256, 32), (512, 128), (1024, 256))
+#: The same for gradients, which read two chunks for one.
+_PAIR_LANES = (
+    (1, 1),
+    (2, 2),
+    (16, 4),
+    (32, 8),
+    (64, 16),
+    (128, 32),
+    (256, 64),
+    (512, 128),
+    (1024, 256),
+)
+#: Most chunks that a lane holds in registers, 4 registers each: of a row, of each of two operands,
+#: and in a cluster of all the blocks there can be, which leaves one block a multiprocessor.
+_HELD_CHUNKS, _HELD_PAIRS, _HELD_IN_CLUSTER = 8, 4, 16
+#: The same for float64, whose exponential leaves no registers for more.
+_HELD_DOUBLE = 4
+#: Sizes of clusters; the last two are the largest that devices have.
+_CLUSTERS = (2, 4, 8, 16)
 #: Least bytes that a warp reads together where rows lie side by side: two sectors of memory.
 _ACROSS_BYTES = 64
-_WARP = 32
+#: Tiles of `columns.cu` in the order of preference: bundles of rows side by side (16 bytes each,
+#: two make a sector of memory), and the most columns that a lane holds in registers. Rows that none
+#: of them holds are read twice.
+_TILES = ((8, 8), (4, 8), (2, 8), (2, 16))
+_OPEN_TILE = {8: (2, 0), 4: (4, 0), 2: (4, 0)}  # by bytes an element: registers again
+#: Bytes that a thread or warp gives to the others of its team, in two buffers (`kExchange`).
+_EXCHANGE = 2 * 16
 
 OPERAND = ParameterBlock(
     "cuflash::Operand",
@@ -75,7 +101,7 @@ SOFTMAX_PARAMETERS = ParameterBlock(
         "reduced": (DIVISOR, (_REDUCED_AXES,)),
         "kept_axes": np.int32,
         "reduced_axes": np.int32,
-        "lanes": np.int32,
+        "log2_lanes": np.int32,
         "across": np.int32,
         "input": (OPERAND, (3,)),
         "where": OPERAND,
@@ -141,21 +167,9 @@ class _Rows:
         return math.prod(self.reduced.sizes)
 
     @property
-    def lanes(self) -> int:
-        """Lanes of a team. The order of a sum depends on it: of dtype and columns alone, then."""
-        if self.chunks <= _LINE_LANES * _HELD_CHUNKS:
-            return min(power_of_two(self.chunks), _LINE_LANES)
-        return min(power_of_two(-(-self.chunks // _HELD_CHUNKS)), _MAX_THREADS)
-
-    @property
     def chunks(self) -> int:
         """Chunks of a row, the last one perhaps not whole."""
         return -(-self.columns * self.dtype.itemsize // _CHUNK)
-
-    @property
-    def lane_chunks(self) -> int:
-        """Most chunks of a lane."""
-        return -(-self.chunks // self.lanes)
 
     @property
     def fits(self) -> bool:
@@ -178,6 +192,18 @@ class _Rows:
             steps = self.reduced.strides[i][0], *(s % vector for s in self.kept.strides[i])
             packed = packed and steps == (1, *(0,) * len(self.kept.sizes))
         return "kPacked" if packed else "kStrided"
+
+    def bundled(self, aligned: bool) -> bool:
+        """Tell whether `columns.cu` can read the rows: some side by side in each 16 bytes."""
+        vector = _CHUNK // self.dtype.itemsize
+        if not aligned or len(self.reduced.sizes) > 1 or _WHERE in self.roles:
+            return False
+        for role in self.full:
+            i = self.roles.index(role)
+            *outer, last = self.kept.strides[i]
+            if last != 1 or any(s % vector for s in (*outer, self.reduced.strides[i][0])):
+                return False
+        return self.kept.sizes[-1] % vector == 0 and self.lie_side_by_side()
 
     def lie_side_by_side(self) -> bool:
         """Tell whether neighbouring rows of an input are nearer than neighbouring columns."""
@@ -295,45 +321,81 @@ _OPERATIONS = {
 }
 _FORWARD = ("softmax", "log_softmax", "logsumexp", "softmax_state")
 _LAYOUTS = ("kPacked", "kStrided", "kScattered")
-#: Chunks of each of its two operands that the backward holds, for as many registers.
-_HELD_PAIRS = _HELD_CHUNKS // 2
+_REDUCED_VJPS = ("SoftmaxVjp", "LogSoftmaxVjp")
 
 
 def _kernel(
-    file: str,
-    template: str,
-    dtype: np.dtype,
-    operation: str | None,
-    layout: str,
-    chunks: int | None = None,
+    file: str, template: str, dtype: np.dtype, operation: str | None, layout: str, *counts: int
 ) -> KernelName:
     arguments = [C_TYPES[dtype.name]]
     if operation is not None:
         arguments.append(f"cuflash::{operation}<{C_TYPES[accumulator(dtype).name]}>")
     arguments.append(f"cuflash::{layout}")
-    if chunks is not None:
-        arguments.append(str(chunks))
+    arguments += map(str, counts)
     return KernelName(f"softmax/{file}.cu", f"cuflash::{template}<{', '.join(arguments)}>")
 
 
-def softmax_kernels(dtype: np.dtype) -> Iterator[KernelName]:
+def _powers_of_two(last: int) -> list[int]:
+    return [1 << i for i in range(last.bit_length())]
+
+
+def softmax_kernels(dtype: np.dtype, *, clusters: bool = True) -> Iterator[KernelName]:
     """Yield every kernel of the softmax family that a plan for this dtype can launch."""
     forward = [_OPERATIONS[name] for name in _FORWARD]
     for layout in _LAYOUTS:
-        chunks = [0]
-        if layout == "kPacked":
-            chunks += [1 << i for i in range(_HELD_CHUNKS.bit_length())]
-        for count in chunks:
-            for operation in forward:
-                yield _kernel("fused", "fused", dtype, operation, layout, count)
-            for operation in ("SoftmaxVjp", "LogSoftmaxVjp") if count <= _HELD_PAIRS else ():
-                yield _kernel("backward", "reduced_vjp", dtype, operation, layout, count)
+        packed = layout == "kPacked"
         for operation in forward:
+            for count in (0, *(_powers_of_two(_held(dtype, pairs=False)[0]) if packed else ())):
+                yield _kernel("fused", "fused", dtype, operation, layout, count)
             yield _kernel("online", "online", dtype, operation, layout)
             yield _kernel("naive", "apply", dtype, operation, layout)
+        for operation in _REDUCED_VJPS:
+            for count in (0, *(_powers_of_two(_HELD_PAIRS) if packed else ())):
+                yield _kernel("backward", "reduced_vjp", dtype, operation, layout, count)
         yield _kernel("naive", "naive_maximum", dtype, None, layout)
         yield _kernel("naive", "naive_normalizer", dtype, None, layout)
         yield _kernel("backward", "logsumexp_vjp", dtype, None, layout)
+        for width, held in _tiles(dtype) if packed else ():
+            for operation in forward:
+                for count in _powers_of_two(held) if (width, held) == _TILES[0] else (held,):
+                    yield _columns_kernel(dtype, operation, width, count)
+        for blocks in _CLUSTERS if clusters else ():
+            for operation in forward:
+                for count in _cluster_chunks(dtype, blocks, packed, pairs=False):
+                    yield _kernel("cluster", "cluster", dtype, operation, layout, count, blocks)
+            for operation in _REDUCED_VJPS if packed else ():
+                for count in _cluster_chunks(dtype, blocks, packed, pairs=True):
+                    yield _kernel("cluster", "cluster_vjp", dtype, operation, layout, count, blocks)
+
+
+def _columns_kernel(dtype: np.dtype, operation: str, width: int, held: int) -> KernelName:
+    types = f"{C_TYPES[dtype.name]}, cuflash::{operation}<{C_TYPES[accumulator(dtype).name]}>"
+    return KernelName("softmax/columns.cu", f"cuflash::columns<{types}, {width}, {held}>")
+
+
+def _tiles(dtype: np.dtype) -> tuple[tuple[int, int], ...]:
+    """Return the tiles of `columns.cu`: 16 columns of 16-bit rows and their states are too many."""
+    return (
+        *(t for t in _TILES if dtype.itemsize > 2 or t[1] <= _HELD_CHUNKS),
+        _OPEN_TILE[dtype.itemsize],
+    )
+
+
+def _held(dtype: np.dtype, *, pairs: bool) -> tuple[int, int]:
+    """Return the most chunks of each operand in a lane's registers: of a block, of a cluster."""
+    if dtype.itemsize == 8:
+        return _HELD_DOUBLE, _HELD_DOUBLE
+    return (_HELD_PAIRS, _HELD_IN_CLUSTER // 2) if pairs else (_HELD_CHUNKS, _HELD_IN_CLUSTER)
+
+
+def _cluster_chunks(dtype: np.dtype, blocks: int, packed: bool, *, pairs: bool) -> tuple[int, ...]:
+    """Return what a lane of a cluster can hold in registers, 0 for shared memory."""
+    least, most = _held(dtype, pairs=pairs)
+    if not packed:
+        return (0,)
+    if most == least:
+        return (least,) if pairs else (least, 0)
+    return (least, most) if blocks >= _CLUSTERS[-2] else (least,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,35 +409,57 @@ class Regime:
 
 def softmax_regimes(limits: DeviceLimits) -> tuple[Regime, ...]:
     """Return the methods of `auto` in rising order of the rows they take."""
+    fused = Regime(
+        "fused",
+        _shared_capacity(limits),
+        "a row is read once and held on chip: two trips, while a block can hold one",
+    )
+    online = Regime("online", math.inf, "a row is read twice: three trips, at any length")
+    if limits.cluster_blocks == 1:
+        return fused, online
     return (
-        Regime(
-            "fused",
-            _row_capacity(limits),
-            "a row is read once and held on chip: two trips, while a block can hold one",
+        replace(
+            fused,
+            row_bytes=_MAX_THREADS * _HELD_CHUNKS * _CHUNK,
+            reason="a row is read once and held in registers: two trips, while two blocks with a "
+            "row each share a multiprocessor and one computes as the other waits",
         ),
-        Regime("online", math.inf, "a row is read twice: three trips, at any length"),
+        Regime(
+            "cluster",
+            limits.cluster_blocks * _MAX_THREADS * _HELD_IN_CLUSTER * _CHUNK,
+            "a row is read once and held in the registers of several blocks: two trips, while a "
+            "cluster can hold one",
+        ),
+        online,
     )
 
 
-def _row_capacity(limits: DeviceLimits) -> int:
-    """Return the bytes of the longest row that fused holds, scratch of the reductions left out.
+def _shared_capacity(limits: DeviceLimits) -> int:
+    """Return the bytes of the longest row that fused holds.
 
     Shared memory is the measure for rows in registers too: a contiguous array can do what its views
     can, and no more.
     """
-    return limits.shared_per_block - _scratch(_MAX_THREADS, across=False, itemsize=8)
+    return limits.shared_per_block - _exchange_bytes(_MAX_THREADS, across=False)
 
 
-def _scratch(threads: int, *, across: bool, itemsize: int) -> int:
-    """Return the bytes of `Team::scratch_bytes`."""
-    values = threads if across else threads // _WARP
-    return -(-values * itemsize // 128) * 128
+def _cluster_capacity(limits: DeviceLimits) -> int:
+    """Return the bytes of the longest row that the largest cluster holds, in either memory."""
+    if limits.cluster_blocks == 1:
+        return 0
+    return limits.cluster_blocks * min(
+        _shared_capacity(limits), _MAX_THREADS * _HELD_IN_CLUSTER * _CHUNK
+    )
 
 
-def _held_bytes(rows: _Rows, slots: int = 1) -> int:
-    """Return the bytes of shared memory in which fused holds rows, see `Held` in fused.cu."""
-    chunks = rows.chunks if slots == 1 else slots * rows.lanes * rows.lane_chunks
-    return chunks * _CHUNK
+def _exchange_bytes(threads: int, *, across: bool) -> int:
+    """Return the bytes of shared memory before `Team::memory_end`."""
+    return -(-(threads if across else threads // _WARP) * _EXCHANGE // 128) * 128
+
+
+def _lanes(chunks: int, table: tuple[tuple[int, int], ...]) -> int:
+    """Return the lanes of a team. The order of a sum depends on it: of dtype and columns, then."""
+    return next((lanes for most, lanes in table if chunks <= most), _MAX_THREADS)
 
 
 @lru_cache(maxsize=4096)
@@ -411,11 +495,12 @@ def plan_softmax(
     if not rows.fits:
         raise TooManyAxes
     method = _method(problem, rows, limits)
-    plan = _Planner(problem, rows, rows.layout(aligned), limits)
+    plan = _Planner(problem, rows, rows.layout(aligned), limits, method)
+    bundled = problem.method == "auto" and rows.bundled(aligned)
     if not math.prod(outputs[0].shape):
         launches: tuple[Launch, ...] = ()
     elif problem.operation in _FORWARD:
-        launches = getattr(plan, method)()
+        launches = plan.columns() if bundled else getattr(plan, method)()
     elif problem.operation.startswith("state"):
         launches = (plan.apply(),)
     else:
@@ -433,33 +518,49 @@ def plan_softmax(
 def _method(problem: SoftmaxProblem, rows: _Rows, limits: DeviceLimits) -> str:
     if problem.operation not in _FORWARD:
         return "auto"
+    row_bytes = rows.chunks * _CHUNK
     possible = ["naive", "online"]
-    if _held_bytes(rows) <= _row_capacity(limits):
+    if row_bytes <= _shared_capacity(limits):
         possible.insert(1, "fused")
+    if row_bytes <= _cluster_capacity(limits):
+        possible.append("cluster")
     method = choose_method(
         problem.method,
         possible,
         ("naive", "fused", "online", "cluster"),
-        f"on this device: a row has {_held_bytes(rows)} bytes",
+        f"on this device: a row has {row_bytes} bytes",
     )
     if method != "auto":
         return method
-    return next(r.method for r in softmax_regimes(limits) if _held_bytes(rows) <= r.row_bytes)
+    if rows.lie_side_by_side():
+        # The lanes of a warp of a cluster read columns, each in a sector of its own.
+        return "fused" if "fused" in possible else "online"
+    return next(r.method for r in softmax_regimes(limits) if row_bytes <= r.row_bytes)
 
 
 class _Planner:
     """The launches of one problem; `across` and `slots` as in `Team` of the kernels."""
 
     def __init__(
-        self, problem: SoftmaxProblem, rows: _Rows, layout: str, limits: DeviceLimits
+        self, problem: SoftmaxProblem, rows: _Rows, layout: str, limits: DeviceLimits, method: str
     ) -> None:
         self._problem, self._rows, self._layout, self._limits = problem, rows, layout, limits
-        self._across = layout != "kPacked" and rows.lie_side_by_side()
-        lanes, itemsize = rows.lanes, rows.dtype.itemsize
-        slots = max(1, _BLOCK_THREADS // lanes)
+        self._packed = layout == "kPacked"
+        self._across = not self._packed and rows.lie_side_by_side()
+        self._blocks, self._slots = 1, 1
+        pairs = problem.operation in ("softmax_vjp", "log_softmax_vjp")
+        self._held, self._held_in_cluster = _held(rows.dtype, pairs=pairs)
+        if method == "cluster" or (pairs and self._packed and self._pairs_need_cluster()):
+            self._across = False
+            needed = power_of_two(-(-rows.chunks // (_MAX_THREADS * self._held)))
+            self._blocks = min(max(needed, _CLUSTERS[0]), limits.cluster_blocks)
+            self._lanes = self._blocks * _MAX_THREADS
+            return
+        self._lanes = _lanes(rows.chunks, _PAIR_LANES if pairs else _LANES)
+        self._slots = max(1, _BLOCK_THREADS // self._lanes)
         if self._across:
-            slots = min(max(slots, _ACROSS_BYTES // itemsize), _MAX_THREADS // lanes)
-        self._slots = slots
+            least = _ACROSS_BYTES // rows.dtype.itemsize
+            self._slots = min(max(self._slots, least), _MAX_THREADS // self._lanes)
 
     def naive(self) -> tuple[Launch, ...]:
         return (
@@ -469,15 +570,41 @@ class _Planner:
         )
 
     def fused(self) -> tuple[Launch, ...]:
-        registers = self._layout == "kPacked" and self._rows.lane_chunks <= _HELD_CHUNKS
-        chunks = power_of_two(self._rows.lane_chunks) if registers else 0
-        if not registers:
+        chunks = self._register_chunks()
+        if not chunks:
             self._fit_shared()
-        held = 0 if registers else _held_bytes(self._rows, self._slots)
-        return (self._launch("fused", "fused", self._operation(), chunks=chunks, held=held),)
+        held = 0 if chunks else self._held_bytes(self._slots)
+        return (self._launch("fused", "fused", self._operation(), chunks, held=held),)
+
+    def cluster(self) -> tuple[Launch, ...]:
+        chunks = self._register_chunks()
+        held = 0 if chunks else self._lane_chunks() * _MAX_THREADS * _CHUNK
+        counts = chunks, self._blocks
+        return (self._launch("cluster", "cluster", self._operation(), *counts, held=held),)
 
     def online(self) -> tuple[Launch, ...]:
-        return (self._launch("online", "online", self._operation(), values=2),)
+        return (self._launch("online", "online", self._operation()),)
+
+    def columns(self) -> tuple[Launch, ...]:
+        """Return `fused` or `online` for rows side by side, with an order of sums of its own."""
+        rows = self._rows
+        fitting = (t for t in _tiles(rows.dtype) if rows.columns <= _MAX_THREADS // t[0] * t[1])
+        width, held = next(fitting, _OPEN_TILE[rows.dtype.itemsize])
+        lanes = _MAX_THREADS // width
+        if held:
+            lanes = max(power_of_two(-(-rows.columns // held)), _BLOCK_THREADS // width)
+            held = power_of_two(-(-rows.columns // lanes))
+        tile = width * _CHUNK // rows.dtype.itemsize
+        threads = width * lanes
+        states = tile * (threads // _WARP + 1) * 2 * accumulator(rows.dtype).itemsize
+        return (
+            Launch(
+                _columns_kernel(rows.dtype, self._operation(), width, held),
+                grid=min(-(-rows.rows // tile), self._limits.blocks),
+                block=threads,
+                shared_bytes=states,
+            ),
+        )
 
     def apply(self) -> Launch:
         return self._launch("naive", "apply", self._operation())
@@ -485,9 +612,10 @@ class _Planner:
     def backward(self) -> Launch:
         if self._problem.operation == "logsumexp_vjp":
             return self._launch("backward", "logsumexp_vjp")
-        holds = self._layout == "kPacked" and self._rows.lane_chunks <= _HELD_PAIRS
-        chunks = power_of_two(self._rows.lane_chunks) if holds else 0
-        return self._launch("backward", "reduced_vjp", self._operation(), chunks=chunks)
+        if self._blocks > 1:
+            counts = self._register_chunks(), self._blocks
+            return self._launch("cluster", "cluster_vjp", self._operation(), *counts)
+        return self._launch("backward", "reduced_vjp", self._operation(), self._register_chunks())
 
     def block(self, *, statistics: bool) -> np.ndarray:
         """Return the parameter block without pointers; with the rows' statistics in a workspace."""
@@ -501,7 +629,7 @@ class _Planner:
                 fields["reduced"][axis] = divisor(max(size, 1))
         fields["kept_axes"] = len(rows.kept.sizes)
         fields["reduced_axes"] = len(rows.reduced.sizes)
-        fields["lanes"], fields["across"] = rows.lanes, self._across
+        fields["log2_lanes"], fields["across"] = self._lanes.bit_length() - 1, self._across
         for (member, i), spec, kept, reduced in zip(
             rows.roles, rows.specs, rows.kept.strides, rows.reduced.strides, strict=True
         ):
@@ -520,16 +648,38 @@ class _Planner:
     def _operation(self) -> str:
         return _OPERATIONS[self._problem.operation]
 
+    def _pairs_need_cluster(self) -> bool:
+        """Tell whether two operands fit the registers of a cluster but not those of a block."""
+        blocks, dtype = self._limits.cluster_blocks, self._rows.dtype
+        held, in_cluster = _held(dtype, pairs=True)
+        chunks = self._rows.chunks
+        return blocks > 1 and _MAX_THREADS * held < chunks <= blocks * _MAX_THREADS * in_cluster
+
+    def _lane_chunks(self) -> int:
+        return -(-self._rows.chunks // self._lanes)
+
+    def _register_chunks(self) -> int:
+        """Return the chunks that each lane holds in registers, or 0."""
+        needed = power_of_two(self._lane_chunks())
+        if not self._packed:
+            return 0
+        if self._blocks > 1:
+            return max(needed, self._held) if needed <= self._held_in_cluster else 0
+        return needed if needed <= self._held else 0
+
+    def _held_bytes(self, slots: int) -> int:
+        """Return the bytes of shared memory in which fused holds rows, see `Held`."""
+        chunks = self._rows.chunks if slots == 1 else slots * self._lanes * self._lane_chunks()
+        return chunks * _CHUNK
+
     def _fit_shared(self) -> None:
         """Give up rows of a block until two blocks share a multiprocessor, or else one fits."""
-        rows = self._rows
 
         def needed(slots: int) -> int:
-            itemsize = accumulator(rows.dtype).itemsize
-            scratch = _scratch(slots * rows.lanes, across=self._across, itemsize=itemsize)
-            return _held_bytes(rows, slots) + scratch
+            exchange = _exchange_bytes(slots * self._lanes, across=self._across)
+            return self._held_bytes(slots) + exchange
 
-        least = max(1, _WARP // rows.lanes)
+        least = max(1, _WARP // self._lanes)
         while self._slots > least and needed(self._slots) > self._limits.shared_per_sm // 2:
             self._slots //= 2
         if self._slots == 1:
@@ -540,17 +690,15 @@ class _Planner:
         file: str,
         kernel: str,
         operation: str | None = None,
-        *,
-        chunks: int | None = None,
+        *counts: int,
         held: int = 0,
-        values: int = 1,
     ) -> Launch:
-        rows = self._rows
-        threads = self._slots * rows.lanes
-        itemsize = values * accumulator(rows.dtype).itemsize
+        rows, blocks = self._rows, self._blocks
+        threads = self._slots * self._lanes // blocks
+        teams = min(-(-rows.rows // self._slots), self._limits.blocks // blocks)
         return Launch(
-            _kernel(file, kernel, rows.dtype, operation, self._layout, chunks),
-            grid=min(-(-rows.rows // self._slots), self._limits.blocks),
+            _kernel(file, kernel, rows.dtype, operation, self._layout, *counts),
+            grid=teams * blocks,
             block=threads,
-            shared_bytes=_scratch(threads, across=self._across, itemsize=itemsize) + held,
+            shared_bytes=_exchange_bytes(threads, across=self._across) + held,
         )

@@ -107,6 +107,14 @@ __device__ __forceinline__ float exponential(float x) {
 __device__ __forceinline__ double exponential(double x) {
     return exp(x);
 }
+// exp(x) with a relative error of (5 + 2.5 * |x|) * 2^-24, by two instructions where `exponential`
+// takes ten: enough where x is a difference of scores, rounded as much already.
+__device__ __forceinline__ float quick_exponential(float x) {
+    return exp2f(__fmul_rn(x, 1.44269504f));
+}
+__device__ __forceinline__ double quick_exponential(double x) {
+    return exp(x);
+}
 __device__ __forceinline__ float logarithm(float x) {
     return logf(x);
 }
@@ -168,6 +176,32 @@ template <typename T>
 struct alignas(16) Vector {
     T element[kVector<T>];
 };
+
+// The same 16 bytes as another type. Whole words keep the compiler from moving 16-bit elements one
+// by one.
+template <typename To, typename From>
+__device__ __forceinline__ To bytes_as(const From& from) {
+    static_assert(sizeof(To) == sizeof(From), "sizes differ");
+    To to;
+    memcpy(&to, &from, sizeof(To));
+    return to;
+}
+
+// The vector at `source`, or of `fill` unless `present`. Reads and writes of data that is used
+// once: it is the first to leave the caches.
+template <typename T>
+__device__ __forceinline__ Vector<T> load_streaming(const T* source, bool present, T fill) {
+    Vector<T> filled;
+#pragma unroll
+    for (int v = 0; v < kVector<T>; ++v) filled.element[v] = fill;
+    uint4 words = bytes_as<uint4>(filled);
+    if (present) words = __ldcs(reinterpret_cast<const uint4*>(source));
+    return bytes_as<Vector<T>>(words);
+}
+template <typename T>
+__device__ __forceinline__ void store_streaming(T* target, const Vector<T>& value) {
+    __stcs(reinterpret_cast<uint4*>(target), bytes_as<uint4>(value));
+}
 
 template <typename T>
 __device__ __forceinline__ bool is_vector_aligned(const T* pointer) {

@@ -48,16 +48,19 @@ struct OnlineSoftmax {
         l = add(l, exponential(x - reference(m)));
     }
 
+    // The normalizer as the sum of exp(x - raised); raised >= m.
+    __device__ __forceinline__ A relative_to(A raised) const {
+        return multiply(l, exponential(m - reference(raised)));
+    }
+
     // Commutative bit for bit: both parts go through the same rounded operations.
     __device__ __forceinline__ OnlineSoftmax merge(const OnlineSoftmax& other) const {
         A united = maximum_of(m, other.m);
-        A shift = reference(united);
-        return {united, add(multiply(l, exponential(m - shift)),
-                            multiply(other.l, exponential(other.m - shift)))};
+        return {united, add(relative_to(united), other.relative_to(united))};
     }
 
     // exp(x - m) / l is weight(x) * scale(): 0 for an empty set, NaN where a score is NaN or +inf.
-    __device__ __forceinline__ A weight(A x) const { return exponential(x - reference(m)); }
+    __device__ __forceinline__ A weight(A x) const { return quick_exponential(x - reference(m)); }
     __device__ __forceinline__ A scale() const {
         if (l == A(0)) return A(0);
         return m == infinity<A>() ? not_a_number<A>() : A(1) / l;

@@ -5,7 +5,7 @@
 // that the caller brings.
 //
 // Grid: blocks of one or more teams (rows.cuh), each row by row; any number of blocks is right.
-// Dynamic shared memory: one accumulator a thread (across) or a warp, for reductions.
+// Dynamic shared memory: what a team's reductions need.
 // input[0] is x (rows, columns); input[1] and input[2] are the row's maximum and normalizer.
 #include "softmax/result.cuh"
 
@@ -16,8 +16,8 @@ template <typename T, Layout kLayout>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     naive_maximum(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
-    CUFLASH_DYNAMIC_SHARED(A, scratch);
-    const Team team(p);
+    CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
+    Team<kLayout> team(p, memory);
     for (int64 first = first_row(team); first < p.rows; first += row_step(team)) {
         int64 row = first + team.slot;
         Place place(p, row < p.rows ? row : 0);
@@ -25,11 +25,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         if (row < p.rows) {
             Row<T, kLayout> x(p, p.input[0], place.input[0]);
             WhereRow<kLayout> where(p, p.where, place.where);
-            for_each_chunk<T>(p, team, [&](int, int64 column) {
-                m = largest(m, x.load(column, where, lowest<T>()));
-            });
+            for_each_batch<T, kBatch<T>>(
+                p, team, [&](int64 column) { return x.load(column, where, lowest<T>()); },
+                [&](const Vector<T>* chunks, int64) {
+#pragma unroll
+                    for (int j = 0; j < kBatch<T>; ++j) m = largest(m, Wide<T>(chunks[j]));
+                });
         }
-        m = team.all_reduce(m, scratch, Maximum{});
+        m = team.reduce(m, Maximum{});
         if (row < p.rows && team.lane == 0) write_entry<T>(p.input[1], place.input[1], m);
     }
 }
@@ -39,8 +42,8 @@ template <typename T, Layout kLayout>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     naive_normalizer(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
-    CUFLASH_DYNAMIC_SHARED(A, scratch);
-    const Team team(p);
+    CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
+    Team<kLayout> team(p, memory);
     for (int64 first = first_row(team); first < p.rows; first += row_step(team)) {
         int64 row = first + team.slot;
         Place place(p, row < p.rows ? row : 0);
@@ -50,12 +53,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
             WhereRow<kLayout> where(p, p.where, place.where);
             state.m = read_entry<T>(p.input[1], place.input[1]);
             CompensatedSum<A> l;
-            for_each_chunk<T>(p, team, [&](int, int64 column) {
-                l.push(sum_weights(state, x.load(column, where, lowest<T>())));
-            });
+            for_each_batch<T, kBatch<T>>(
+                p, team, [&](int64 column) { return x.load(column, where, lowest<T>()); },
+                [&](const Vector<T>* chunks, int64) { l.push(sum_of_weights(state, chunks)); });
             state.l = l.sum;
         }
-        state.l = team.all_reduce(state.l, scratch, Plus{});
+        state.l = team.reduce(state.l, Plus{});
         if (row < p.rows && team.lane == 0) {
             write_entry<T>(p.input[1], place.input[1], state.maximum());
             write_entry<T>(p.input[2], place.input[2], state.normalizer());
@@ -68,7 +71,7 @@ template <typename T, typename Operation, Layout kLayout>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     apply(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
-    const Team team(p);
+    const Team<kLayout> team(p, nullptr);
     for (int64 first = first_row(team); first < p.rows; first += row_step(team)) {
         int64 row = first + team.slot;
         Place place(p, row < p.rows ? row : 0);

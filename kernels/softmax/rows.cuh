@@ -3,9 +3,9 @@
 // The axes that are kept number the rows, those that are reduced the columns, the last axis given
 // fastest. Every operand has strides of its own for both, so that any view is read where it lies. A
 // team of lanes owns a row; chunk c of a row, kVector<T> columns, belongs to lane c % lanes. Each
-// lane adds up its chunks from left to right and the lanes then merge pairwise: the sum of a row
-// depends on its values and on the number of lanes alone, not on strides, neighbours or the mapping
-// of lanes to threads.
+// lane adds up its chunks from left to right, the lanes of a group of 32 merge pairwise and so do
+// the groups: the sum of a row depends on its values and on the number of lanes alone, not on
+// strides, neighbours or the mapping of lanes to threads.
 #pragma once
 
 #include "lib/numeric.cuh"
@@ -17,8 +17,18 @@ namespace cuflash {
 // kStrided: one reduced axis of any stride. kScattered: several.
 enum Layout { kPacked, kStrided, kScattered };
 
-// Of a block: leaves each thread 128 registers, of which 8 chunks take 32.
+// Of a block: leaves each thread 128 registers, of which 16 chunks take 64.
 constexpr int kMaxThreads = 512;
+// Blocks of so many threads that share a multiprocessor, so that one computes while the other waits
+// for memory: with 64 registers a thread, of which 8 chunks of T take 32. The exponential of double
+// leaves no room for that, nor does what the compiler makes of 8 chunks for sm_120.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kMostShared = 4;
+#else
+constexpr int kMostShared = 8;
+#endif
+template <typename T, int kChunks>
+constexpr int kMinBlocks = sizeof(T) < 8 && 0 < kChunks && kChunks <= kMostShared ? 2 : 1;
 constexpr int kKeptAxes = 6;
 constexpr int kReducedAxes = 4;
 
@@ -43,7 +53,7 @@ struct SoftmaxParameters {
     int64 kept_size[kKeptAxes];
     Divisor reduced[kReducedAxes];
     int kept_axes, reduced_axes;  // at least 1
-    int lanes;                    // of a team: a power of two
+    int log2_lanes;               // of a team, whose lanes are a power of two
     int across;  // neighbouring threads belong to neighbouring rows, not to one row
     Operand input[3];
     Operand where;  // bytes; a column takes part where it is not 0
@@ -99,43 +109,43 @@ struct Row {
     }
 
     // Reads a chunk. Columns past the end, and those that `where` hides, become `fill`.
-    __device__ __forceinline__ Vector<T> load(int64 column,
+    // `Index`, here and below, is int where columns are few.
+    template <typename Index>
+    __device__ __forceinline__ Vector<T> load(Index column,
                                               const Row<unsigned char, kLayout>& where,
                                               T fill) const {
         Vector<T> chunk;
         if constexpr (kLayout == kPacked) {
-            if (column < p.columns) {
-                chunk = *reinterpret_cast<const Vector<T>*>(data + column);
-            } else {
-#pragma unroll
-                for (int v = 0; v < kVector<T>; ++v) chunk.element[v] = fill;
-            }
+            chunk = load_streaming(data + column, column < Index(p.columns), fill);
         } else {
 #pragma unroll
             for (int v = 0; v < kVector<T>; ++v)
-                chunk.element[v] = column + v < p.columns ? at(column + v) : fill;
+                chunk.element[v] = column + v < Index(p.columns) ? at(column + v) : fill;
             where.hide(column, chunk, fill);
         }
         return chunk;
     }
 
-    __device__ __forceinline__ void store(int64 column, const Vector<T>& chunk) const {
+    template <typename Index>
+    __device__ __forceinline__ void store(Index column, const Vector<T>& chunk) const {
         if constexpr (kLayout == kPacked) {
-            if (column < p.columns) *reinterpret_cast<Vector<T>*>(data + column) = chunk;
+            if (column < Index(p.columns)) store_streaming(data + column, chunk);
         } else {
 #pragma unroll
             for (int v = 0; v < kVector<T>; ++v)
-                if (column + v < p.columns) at(column + v) = chunk.element[v];
+                if (column + v < Index(p.columns)) at(column + v) = chunk.element[v];
         }
     }
 
     // Replaces the columns of a chunk where this row, a `where`, is 0; an absent one hides nothing.
-    template <typename V>
-    __device__ __forceinline__ void hide(int64 column, Vector<V>& chunk, V fill) const {
-        if (kLayout == kPacked || !data) return;
+    template <typename Index, typename V>
+    __device__ __forceinline__ void hide(Index column, Vector<V>& chunk, V fill) const {
+        if constexpr (kLayout != kPacked) {
+            if (!data) return;
 #pragma unroll
-        for (int v = 0; v < kVector<V>; ++v)
-            if (column + v < p.columns && !at(column + v)) chunk.element[v] = fill;
+            for (int v = 0; v < kVector<V>; ++v)
+                if (column + v < Index(p.columns) && !at(column + v)) chunk.element[v] = fill;
+        }
     }
 };
 
@@ -160,70 +170,6 @@ __device__ __forceinline__ void write_entry(const Operand& operand, int64 at,
 
 // ------------------------------------------------------------------------------------- teams
 
-template <typename T>
-__device__ __forceinline__ T shuffle_xor(T value, int bits) {
-    return __shfl_xor_sync(kFullWarp, value, bits);
-}
-template <typename A>
-__device__ __forceinline__ OnlineSoftmax<A> shuffle_xor(OnlineSoftmax<A> value, int bits) {
-    return {shuffle_xor(value.m, bits), shuffle_xor(value.l, bits)};
-}
-
-// The threads of a block in teams of `lanes`: lane and slot (the team's number) of this thread.
-// With `across`, the threads of a warp belong to different rows, whose elements are neighbours in
-// memory.
-struct Team {
-    int lanes, slots, lane, slot;
-    bool across;
-
-    __device__ __forceinline__ explicit Team(const SoftmaxParameters& p)
-        : lanes(p.lanes), slots(blockDim.x / p.lanes), across(p.across) {
-        int thread = threadIdx.x;
-        lane = across ? thread / slots : thread % lanes;
-        slot = across ? thread % slots : thread / lanes;
-    }
-
-    // Bytes that reductions of V need: a value a thread, or a warp.
-    template <typename V>
-    __device__ __forceinline__ int scratch_bytes() const {
-        int values = across ? blockDim.x : blockDim.x / 32;
-        return (values * int(sizeof(V)) + 127) / 128 * 128;
-    }
-
-    // Combines the values of a team's lanes, bit 0 of their numbers first, and gives all of them
-    // the result. To be called by all threads of the block.
-    template <typename V, typename Combine>
-    __device__ __forceinline__ V all_reduce(V value, V* scratch, Combine combine) const {
-        if (across) return across_warps(value, scratch, combine);
-#pragma unroll 1
-        for (int bit = 1; bit < lanes && bit < 32; bit *= 2)
-            value = combine(value, shuffle_xor(value, bit));
-        if (lanes <= 32) return value;
-
-        int warp = threadIdx.x / 32, warps = lanes / 32;
-        __syncthreads();  // scratch may still be read by an earlier reduction
-        if (threadIdx.x % 32 == 0) scratch[warp] = value;
-        __syncthreads();
-        value = scratch[warp / warps * warps + threadIdx.x % warps];
-#pragma unroll 1
-        for (int bit = 1; bit < warps; bit *= 2) value = combine(value, shuffle_xor(value, bit));
-        return value;
-    }
-
-  private:
-    template <typename V, typename Combine>
-    __device__ __forceinline__ V across_warps(V value, V* scratch, Combine combine) const {
-#pragma unroll 1
-        for (int bit = 1; bit < lanes; bit *= 2) {
-            __syncthreads();
-            scratch[threadIdx.x] = value;
-            __syncthreads();
-            value = combine(value, scratch[threadIdx.x ^ (bit * slots)]);
-        }
-        return value;
-    }
-};
-
 struct Maximum {
     template <typename A>
     __device__ __forceinline__ A operator()(A a, A b) const {
@@ -236,54 +182,283 @@ struct Plus {
         return add(a, b);
     }
 };
-struct Merge {
+
+template <typename T>
+__device__ __forceinline__ T shuffle_xor(T value, int bits) {
+    return __shfl_xor_sync(kFullWarp, value, bits);
+}
+
+// Combines the values of `count` neighbouring lanes of a warp, bit 0 of their numbers first.
+template <typename V, typename Combine>
+__device__ __forceinline__ V butterfly(V value, int count, Combine combine) {
+#pragma unroll 1
+    for (int bit = 1; bit < count; bit *= 2) value = combine(value, shuffle_xor(value, bit));
+    return value;
+}
+
+// A team within one block: there are no other blocks to hear from.
+struct OneBlock {
+    static constexpr int kCount = 1;
+
+    __device__ __forceinline__ int rank() const { return 0; }
+    template <typename V>
+    __device__ __forceinline__ V gather(const V& value) {
+        return value;
+    }
+};
+
+// Bytes that a thread or warp gives to the others of its team at a time: two accumulators.
+constexpr int kExchange = 16;
+
+// The threads of a block in teams of `lanes`: lane and slot (the team's number) of this thread.
+// With `across`, the threads of a warp belong to different rows, whose elements are neighbours in
+// memory. A team may span all threads of several blocks, see `Blocks`; `stride` counts all its
+// lanes. What reduces is to be called by all threads of the block.
+template <Layout kLayout, typename Blocks = OneBlock>
+struct Team {
+    static constexpr int kBlocks = Blocks::kCount;
+
+    int lanes, slots, lane, slot;
+    bool across;
+
+    // `memory` is shared memory of 2 * kExchange bytes a thread (across) or a warp.
+    __device__ __forceinline__ Team(const SoftmaxParameters& p, unsigned char* memory)
+        : lanes((1 << p.log2_lanes) / kBlocks),
+          across(kLayout != kPacked && p.across),
+          memory_(memory) {
+        const int thread = threadIdx.x, log2_lanes = 31 - __clz(lanes);
+        slots = blockDim.x >> log2_lanes;
+        // Both are powers of two.
+        lane = across ? thread >> (31 - __clz(slots)) : thread & (lanes - 1);
+        slot = across ? thread & (slots - 1) : thread >> log2_lanes;
+    }
+
+    // Lanes of the team, and the number of this one, in all its blocks.
+    __device__ __forceinline__ int all_lanes() const { return lanes * kBlocks; }
+    __device__ __forceinline__ int lane_of_all() const { return lane + blocks_.rank() * lanes; }
+
+    // Where the memory that reductions need ends.
+    __device__ __forceinline__ unsigned char* memory_end() const {
+        return memory_ + (2 * exchange_bytes() + 127) / 128 * 128;
+    }
+
+    // Combines the values of a group: up to 32 lanes.
+    template <typename V, typename Combine>
+    __device__ __forceinline__ V reduce_group(V value, Combine combine) {
+        int count = lanes < 32 ? lanes : 32;
+        return across ? exchange(value, 1, count, combine) : butterfly(value, count, combine);
+    }
+
+    // Unites the states of the groups of a team, each known to all lanes of the group.
     template <typename A>
-    __device__ __forceinline__ OnlineSoftmax<A> operator()(const OnlineSoftmax<A>& a,
-                                                           const OnlineSoftmax<A>& b) const {
-        return a.merge(b);
+    __device__ __forceinline__ OnlineSoftmax<A> unite(OnlineSoftmax<A> state) {
+        if (lanes > 32) {
+            if (across) {
+                A m = exchange(state.m, 32, lanes, Maximum{});
+                state = {m, exchange(state.relative_to(m), 32, lanes, Plus{})};
+            } else {
+                state = merge(gather_groups(state), lanes / 32);
+            }
+        }
+        if (kBlocks > 1) state = merge(blocks_.gather(state), kBlocks);
+        return state;
+    }
+
+    // Unites the states of all lanes.
+    template <typename A>
+    __device__ __forceinline__ OnlineSoftmax<A> unite_lanes(const OnlineSoftmax<A>& state) {
+        const A m = reduce_group(state.m, Maximum{});
+        return unite(OnlineSoftmax<A>{m, reduce_group(state.relative_to(m), Plus{})});
+    }
+
+    // Combines the values of all lanes.
+    template <typename V, typename Combine>
+    __device__ __forceinline__ V reduce(V value, Combine combine) {
+        value = reduce_group(value, combine);
+        if (lanes > 32) {
+            value = across ? exchange(value, 32, lanes, combine)
+                           : butterfly(gather_groups(value), lanes / 32, combine);
+        }
+        if (kBlocks > 1) value = butterfly(blocks_.gather(value), kBlocks, combine);
+        return value;
+    }
+
+  private:
+    unsigned char* memory_;
+    int turn_ = 0;
+    Blocks blocks_;
+
+    __device__ __forceinline__ int exchange_bytes() const {
+        return (across ? blockDim.x : blockDim.x / 32) * kExchange;
+    }
+
+    // Memory for one exchange. Two take turns, so that one barrier an exchange will do: who writes
+    // for the next but one has passed the next one's barrier, and all have read by then.
+    template <typename V>
+    __device__ __forceinline__ V* buffer() {
+        static_assert(sizeof(V) <= kExchange, "more than an exchange can move");
+        turn_ ^= 1;
+        return reinterpret_cast<V*>(memory_ + turn_ * exchange_bytes());
+    }
+
+    // Gives each lane the value of the group whose number in the team is that lane's in its warp.
+    template <typename V>
+    __device__ __forceinline__ V gather_groups(const V& value) {
+        V* values = buffer<V>();
+        const int warp = threadIdx.x / 32, groups = lanes / 32;
+        if (threadIdx.x % 32 == 0) values[warp] = value;
+        __syncthreads();
+        return values[(warp & -groups) + (threadIdx.x & (groups - 1))];
+    }
+
+    // Combines across warps, over the bits first <= bit < last of the lanes' numbers.
+    template <typename V, typename Combine>
+    __device__ __forceinline__ V exchange(V value, int first, int last, Combine combine) {
+#pragma unroll 1
+        for (int bit = first; bit < last; bit *= 2) {
+            V* values = buffer<V>();
+            values[threadIdx.x] = value;
+            __syncthreads();
+            value = combine(value, values[threadIdx.x ^ (bit * slots)]);
+        }
+        return value;
+    }
+
+    template <typename A>
+    static __device__ __forceinline__ OnlineSoftmax<A> merge(const OnlineSoftmax<A>& state,
+                                                             int count) {
+        A m = butterfly(state.m, count, Maximum{});
+        return {m, butterfly(state.relative_to(m), count, Plus{})};
     }
 };
 
 // The first row of this block, and the step to its next: rows may outnumber the grid's threads.
 // Every thread of a block takes the same number of turns, because reductions are barriers.
+template <typename Team>
 __device__ __forceinline__ int64 first_row(const Team& team) {
-    return int64(blockIdx.x) * team.slots;
+    return int64(blockIdx.x / Team::kBlocks) * team.slots;
 }
+template <typename Team>
 __device__ __forceinline__ int64 row_step(const Team& team) {
-    return int64(gridDim.x) * team.slots;
+    return int64(gridDim.x / Team::kBlocks) * team.slots;
 }
 
 // Calls visit(i, column) for the chunks of this lane from left to right. kChunks > 0: for so many,
 // unrolled, so that i can index registers; they may lie past the end.
-template <typename T, int kChunks = 0, typename Visit>
+template <typename T, int kChunks, typename Team, typename Visit>
 __device__ __forceinline__ void for_each_chunk(const SoftmaxParameters& p, const Team& team,
                                                Visit visit) {
+    const int step = team.all_lanes() * kVector<T>, start = team.lane_of_all() * kVector<T>;
     if constexpr (kChunks > 0) {
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) visit(i, (i * team.lanes + team.lane) * kVector<T>);
+        for (int i = 0; i < kChunks; ++i) visit(i, start + i * step);
     } else {
         int i = 0;
-        int64 step = int64(team.lanes) * kVector<T>;
 #pragma unroll 1
-        for (int64 column = team.lane * kVector<T>; column < p.columns; column += step)
-            visit(i++, column);
+        for (int64 column = start; column < p.columns; column += step) visit(i++, column);
     }
 }
 
-// The sum of exp(x - m) over a chunk.
-template <typename T, typename A>
-__device__ __forceinline__ A sum_weights(const OnlineSoftmax<A>& state, const Vector<T>& chunk) {
-    A sum = 0;
-#pragma unroll
-    for (int v = 0; v < kVector<T>; ++v) sum = add(sum, state.weight(widen(chunk.element[v])));
-    return sum;
+// From one chunk of a lane to its next, in columns.
+template <typename T, typename Team>
+__device__ __forceinline__ int64 chunk_step(const Team& team) {
+    return int64(team.all_lanes()) * kVector<T>;
 }
 
-template <typename T, typename A>
-__device__ __forceinline__ A largest(A m, const Vector<T>& chunk) {
+// Chunks that a lane reads at a time where it does not hold its row: 16 or more elements in flight.
+template <typename T>
+constexpr int kBatch = sizeof(T) == 2 ? 2 : 4;
+
+// Calls visit(chunks, column) for the chunks of this lane from left to right, kCount at a time:
+// chunk j of them is load(column + j * chunk_step(team)). The last ones may lie past the end.
+template <typename T, int kCount, typename Team, typename Load, typename Visit>
+__device__ __forceinline__ void for_each_batch(const SoftmaxParameters& p, const Team& team,
+                                               Load load, Visit visit) {
+    const int64 step = chunk_step<T>(team);
+#pragma unroll 1
+    for (int64 column = team.lane_of_all() * kVector<T>; column < p.columns;
+         column += kCount * step) {
+        decltype(load(column)) chunks[kCount];
 #pragma unroll
-    for (int v = 0; v < kVector<T>; ++v) m = maximum(m, widen(chunk.element[v]));
-    return m;
+        for (int j = 0; j < kCount; ++j) chunks[j] = load(column + j * step);
+        visit(chunks, column);
+    }
+}
+
+// ------------------------------------------------------------------------------------ chunks
+
+template <bool kFirst, typename First, typename Second>
+struct Either {
+    using type = First;
+};
+template <typename First, typename Second>
+struct Either<false, First, Second> {
+    using type = Second;
+};
+
+// The accumulators of a chunk's elements.
+template <typename T>
+struct Wide {
+    Accumulator<T> element[kVector<T>];
+
+    Wide() = default;
+    __device__ __forceinline__ explicit Wide(const Vector<T>& chunk) {
+#pragma unroll
+        for (int v = 0; v < kVector<T>; ++v) element[v] = widen(chunk.element[v]);
+    }
+};
+// A bfloat16 is the upper half of a float: one instruction each, if the words stay whole.
+template <>
+__device__ __forceinline__ Wide<__nv_bfloat16>::Wide(const Vector<__nv_bfloat16>& chunk) {
+    struct Words {
+        unsigned word[4];
+    };
+    const Words words = bytes_as<Words>(chunk);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        element[2 * w] = __uint_as_float(words.word[w] << 16);
+        element[2 * w + 1] = __uint_as_float(words.word[w] & 0xffff0000u);
+    }
+}
+
+// Combines the elements pairwise: in the same order by every method, and in few dependent steps.
+template <typename T, typename Combine>
+__device__ __forceinline__ Accumulator<T> fold(Wide<T> chunk, Combine combine) {
+#pragma unroll
+    for (int width = kVector<T> / 2; width > 0; width /= 2) {
+#pragma unroll
+        for (int v = 0; v < width; ++v)
+            chunk.element[v] = combine(chunk.element[v], chunk.element[v + width]);
+    }
+    return chunk.element[0];
+}
+
+template <typename T>
+__device__ __forceinline__ Accumulator<T> sum(const Wide<T>& chunk) {
+    return fold(chunk, Plus{});
+}
+template <typename T>
+__device__ __forceinline__ Accumulator<T> largest(Accumulator<T> m, const Wide<T>& chunk) {
+    return maximum(m, fold(chunk, Maximum{}));
+}
+
+// exp(x - m) for each element.
+template <typename T>
+__device__ __forceinline__ Wide<T> weights(const OnlineSoftmax<Accumulator<T>>& state,
+                                           Wide<T> chunk) {
+#pragma unroll
+    for (int v = 0; v < kVector<T>; ++v) chunk.element[v] = state.weight(chunk.element[v]);
+    return chunk;
+}
+
+// The sum of exp(x - m) over a batch of chunks.
+template <typename T>
+__device__ __forceinline__ Accumulator<T> sum_of_weights(const OnlineSoftmax<Accumulator<T>>& state,
+                                                         const Vector<T>* chunks) {
+    Accumulator<T> total = 0;
+#pragma unroll
+    for (int j = 0; j < kBatch<T>; ++j) total = add(total, sum(weights(state, Wide<T>(chunks[j]))));
+    return total;
 }
 
 }  // namespace cuflash

@@ -1,6 +1,7 @@
 """Plans of the softmax family: made without a GPU, from numbers."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from cuflash.problem import FLOATS, ArraySpec, SoftmaxProblem
 from cuflash.testing.strategies import softmax_problems
 from tests.devices import H200, T4
 
-METHODS = ["auto", "naive", "fused", "online"]
+METHODS = ["auto", "naive", "fused", "online", "cluster"]
 NAMES = ["softmax", "log_softmax", "logsumexp", "softmax_state"]
 
 
@@ -54,14 +55,18 @@ def test_division_by_multiplication(size, data):
     case=softmax_problems(max_row=70_000, max_elements=200_000, borders=(256, 4096, 32768)),
     operation=st.sampled_from(NAMES),
     method=st.sampled_from(METHODS),
-    limits=st.sampled_from([H200, T4, replace(H200, blocks=3)]),
+    limits=st.sampled_from([H200, T4, replace(H200, blocks=19)]),
     aligned=st.booleans(),
 )
 def test_every_plan_fits_the_device(case, operation, method, limits, aligned):
     x, options = case.build()
     x = x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
     length = np.prod([x.shape[a] for a in case.axes]) * x.dtype.itemsize
-    if method == "fused" and length > limits.shared_per_block - 128:
+    if method == "cluster" and limits.cluster_blocks == 1:
+        with pytest.raises(ValueError, match="'cluster' cannot run"):
+            plan(x, **options, operation=operation, method=method, limits=limits)
+        return
+    if method == "fused" and length > limits.shared_per_block - 512:
         with pytest.raises(ValueError, match="'auto', 'naive', 'online'"):
             plan(x, **options, operation=operation, method=method, limits=limits)
         return
@@ -78,7 +83,12 @@ def test_every_plan_fits_the_device(case, operation, method, limits, aligned):
     )
 
 
-STEPS = {"naive": ["max", "sum", "divide"], "fused": ["fused"], "online": ["online"]}
+STEPS = {
+    "naive": ["max", "sum", "divide"],
+    "fused": ["fused"],
+    "online": ["online"],
+    "cluster": ["cluster"],
+}
 
 
 def made_shape(x, case, operation):
@@ -102,7 +112,7 @@ def test_the_order_of_a_sum_does_not_depend_on_strides(dtype, length):
         made = [plan(view, axis, method=method) for view, axis in views]
         made.append(plan(x, where=np.ones(length, bool), method=method))
         made.append(plan(x, method=method, aligned=False))
-        assert len({parameters(p)["lanes"] for p in made}) == 1
+        assert len({parameters(p)["log2_lanes"] for p in made}) == 1
 
 
 def test_neighbouring_threads_read_neighbouring_elements():
@@ -114,26 +124,43 @@ def test_neighbouring_threads_read_neighbouring_elements():
 
 
 def test_auto_follows_the_regimes():
-    for limits in (H200, T4):
+    for limits, methods in ((H200, ["fused", "cluster", "online"]), (T4, ["fused", "online"])):
         regimes = softmax_regimes(limits)
-        assert [regime.method for regime in regimes] == ["fused", "online"]
-        longest = int(regimes[0].row_bytes) // 4
-        assert plan(row(longest), limits=limits).method == "fused"
-        assert plan(row(longest + 4), limits=limits).method == "online"
-        assert plan(row(longest), limits=limits, method="fused").method == "fused"
-    assert longest < 16384 < int(softmax_regimes(H200)[0].row_bytes) // 4
+        assert [regime.method for regime in regimes] == methods
+        for regime, after in pairwise(regimes):
+            longest = int(regime.row_bytes) // 4
+            assert plan(row(longest), limits=limits).method == regime.method
+            assert plan(row(longest + 4), limits=limits).method == after.method
+            assert plan(row(longest), limits=limits, method=regime.method).method == regime.method
+            beside = np.empty((longest, 4), np.float32)
+            assert plan(beside, 0, limits=limits).method != "cluster"
+
+
+def test_rows_side_by_side_are_read_in_bundles_where_no_method_is_asked_for():
+    def kernel(x, **options):
+        return plan(x, 0, **options).launches[0].kernel.source
+
+    x = np.zeros((100, 48), np.float32)
+    assert kernel(x) == kernel(x[::2]) == "softmax/columns.cu"
+    for other in (x[:, :47], x[:, 1:-3], x[:, ::2], x[:, ::-1], x.astype(np.int8)):
+        aligned = other is not x[:, 1:-3]
+        assert kernel(other.astype(np.float32) if aligned else other, aligned=False) != kernel(x)
+    assert kernel(x, method="fused") == "softmax/fused.cu"
+    assert kernel(x, where=np.ones((100, 1), bool)) == "softmax/fused.cu"
 
 
 def test_a_method_that_cannot_run_is_refused_and_those_that_can_are_named():
     with pytest.raises(ValueError, match=r"'cluster' .*: 'auto', 'naive', 'fused', 'online'"):
-        plan(row(8), method="cluster")
-    with pytest.raises(ValueError, match=r"'fused' .*: 'auto', 'naive', 'online'"):
+        plan(row(8), method="cluster", limits=T4)
+    with pytest.raises(ValueError, match=r"'fused' .*: 'auto', 'naive', 'online', 'cluster'"):
         plan(row(100_000), method="fused")
+    with pytest.raises(ValueError, match=r"'cluster' .*: 'auto', 'naive', 'online'"):
+        plan(row(2**20), method="cluster")
 
 
 def test_only_the_naive_method_needs_a_workspace():
     needed = {method: plan(row(10), method=method).workspace_bytes for method in METHODS}
-    assert needed == {"auto": 0, "naive": 4 * 2 * 4, "fused": 0, "online": 0}
+    assert needed == {"auto": 0, "naive": 4 * 2 * 4, "fused": 0, "online": 0, "cluster": 0}
 
 
 def test_equal_problems_share_one_plan():

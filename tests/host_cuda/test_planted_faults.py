@@ -12,26 +12,26 @@ from tests.host_cuda.small_cases import check
 
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
 
-ROWS, RESULT, FUSED = "softmax/rows.cuh", "softmax/result.cuh", "softmax/fused.cu"
+ROWS, FUSED = "softmax/rows.cuh", "softmax/fused.cuh"
 STATE = "lib/online_softmax.cuh"
 FAULTS = {
     "no barrier between writing and reading": Edit(
-        ROWS, "scratch[warp] = value;\n        __syncthreads();\n", "scratch[warp] = value;\n"
+        ROWS, "values[warp] = value;\n        __syncthreads();\n", "values[warp] = value;\n"
     ),
-    "no barrier between reading and writing again": Edit(
-        ROWS, "__syncthreads();  // scratch may still be read by an earlier reduction", ""
-    ),
+    "one buffer where two take turns": Edit(ROWS, "turn_ ^= 1;", ""),
     "no barrier between the steps across warps": Edit(
-        ROWS, "__syncthreads();\n            scratch[threadIdx.x] =", "scratch[threadIdx.x] ="
+        ROWS,
+        "values[threadIdx.x] = value;\n            __syncthreads();",
+        "values[threadIdx.x] = value;",
     ),
     "a barrier that not all teams reach": Edit(
-        FUSED, "state.m = team.all_reduce", "if (active) state.m = team.all_reduce"
+        FUSED, "group.m = team.reduce_group", "if (active) group.m = team.reduce_group"
     ),
     "off by one at the end of a row, read": Edit(
-        ROWS, "= column + v < p.columns ? at", "= column + v <= p.columns ? at"
+        ROWS, "= column + v < Index(p.columns) ? at", "= column + v <= Index(p.columns) ? at"
     ),
     "off by one at the end of a row, written": Edit(
-        ROWS, "if (column + v < p.columns) at", "if (column + v <= p.columns) at"
+        ROWS, "if (column + v < Index(p.columns)) at", "if (column + v <= Index(p.columns)) at"
     ),
     "tail of a row not masked": Edit(ROWS, "? at(column + v) : fill;", "? at(column + v) : T{};"),
     "no guard for a row of -inf": Edit(STATE, "|| m == -infinity<A>() ?", "?"),
@@ -41,7 +41,7 @@ FAULTS = {
         "return A(1)",
     ),
     "hidden columns of a NaN row": Edit(
-        RESULT, "where.hide(column, result", "if (false) where.hide(column, result"
+        FUSED, "where.hide(column, result", "if (false) where.hide(column, result"
     ),
     "where read at the wrong column": Edit(
         ROWS, "&& !at(column + v)) chunk", "&& !at(column)) chunk"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import engine, reference
 from cuflash.device.plans import SOFTMAX_PARAMETERS
+from cuflash.testing.bounds import assert_softmax_close, expect_softmax
 from cuflash.testing.softmax_properties import (
     SOFTMAX_NAMES,
     SOFTMAX_PROPERTIES,
@@ -68,8 +69,15 @@ def hypothesis_test(check, dtypes=FLOATS):
     holds()
 
 
-@pytest.mark.parametrize("name", SOFTMAX_NAMES)
-@pytest.mark.parametrize("law", SOFTMAX_PROPERTIES)
+#: logsumexp has no method to fix: views may have an order of sums of their own.
+LAWS = [
+    (name, law)
+    for name, law in itertools.product(SOFTMAX_NAMES, SOFTMAX_PROPERTIES)
+    if (name, law) != ("logsumexp", "views_equal_copies")
+]
+
+
+@pytest.mark.parametrize(("name", "law"), LAWS)
 def test_property(name, law):
     hypothesis_test(
         lambda case, method: SOFTMAX_PROPERTIES[law](functions(name, method), case, name),
@@ -105,18 +113,19 @@ def test_borders(method, length, monkeypatch, rng):
     np.testing.assert_array_equal(cuflash.softmax(x.T, 0, method=method), y.T)
     dx = cuflash.softmax_vjp(dy, y)
     np.testing.assert_allclose(dx, reference.softmax_vjp(dy, y), rtol=1e-4, atol=1e-6)
-    np.testing.assert_array_equal(cuflash.softmax_vjp(dy.T, y.T, 0), dx.T)
+    np.testing.assert_allclose(cuflash.softmax_vjp(dy.T, y.T, 0), dx.T, rtol=1e-5, atol=1e-6)
 
 
 #: Rows of float32 and what fused does with them: chunks in registers, 0 for shared memory.
 HELD = [
-    ((3, 32), "kPacked, 1"),
-    ((3, 36), "kPacked, 2"),
-    ((3, 128), "kPacked, 4"),
-    ((3, 132), "kPacked, 8"),
+    ((3, 4), "kPacked, 1"),
+    ((3, 32), "kPacked, 2"),
+    ((3, 64), "kPacked, 4"),
+    ((3, 1024), "kPacked, 8"),
+    ((3, 1028), "kPacked, 4"),
     ((1, 16384), "kPacked, 8"),
     ((1, 16388), "kPacked, 0"),
-    ((1, 57856), "kPacked, 0"),
+    ((1, 57984), "kPacked, 0"),
     ((3, 33), "kStrided, 0"),
 ]
 
@@ -137,6 +146,22 @@ def test_fused_refuses_a_row_that_no_block_can_hold(monkeypatch):
     with pytest.raises(ValueError, match=message):
         cuflash.softmax(x, method="fused")
     np.testing.assert_allclose(cuflash.softmax(x), 1 / 60000, rtol=1e-6)
+
+
+@pytest.mark.parametrize("order", builder.HostKernel.ORDERS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [2, 16, 17, 129, 513, 2050, 4100])
+def test_rows_side_by_side(length, dtype, order, monkeypatch, rng):
+    """Every tile, one of rows that are not all there, and rows that are -inf, NaN or masked."""
+    executor = use(monkeypatch, order=order)
+    x = rng.normal(size=(length, 2, 24)).astype(
+        ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    )
+    x[:, 0, 3], x[: length // 2, 0, 5], x[length // 2, 1, 4] = -np.inf, -np.inf, np.nan
+    for name in SOFTMAX_NAMES:
+        y = getattr(cuflash, name)(x, 0)
+        assert_softmax_close(y, expect_softmax(name, x, 0), name=name)
+        assert executor.launched[-1].kernel.source == "softmax/columns.cu"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -254,7 +279,7 @@ def test_teams_of_all_sizes_in_either_mapping(order, monkeypatch, rng):
         np.testing.assert_allclose(beside, reference.softmax(x, 0), rtol=1e-5)
         alone = cuflash.softmax(np.ascontiguousarray(x.T), method=method)
         np.testing.assert_array_equal(alone, beside.T)
-    assert {launch.block for launch in executor.launched} >= {128, 256}
+    assert {launch.block for launch in executor.launched} >= {128, 512}
 
 
 def test_the_parameter_block_is_the_same_in_both_languages():

@@ -1,6 +1,7 @@
 """Every softmax kernel compiles, for every architecture, and keeps its registers to itself.
 
-Each variant is compiled for Hopper, and a subset that covers the templates for the others. With
+Each variant is compiled for Hopper, and a subset that covers the templates for the others and for
+float16. With
 CUFLASH_COMPILE_ALL=1 it is every variant for every architecture.
 """
 
@@ -16,6 +17,7 @@ from cuflash.device.plans import softmax_kernels
 from cuflash.problem import BFLOAT16, FLOATS
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+WITH_CLUSTERS = ("sm_90a", "sm_100", "sm_120")
 #: Everywhere: the variants with the most registers and the most paths, for the dtypes that differ.
 COVERING_DTYPES = (np.dtype(np.float64), BFLOAT16)
 COVERING = (
@@ -25,6 +27,9 @@ COVERING = (
     "cuflash::LogSoftmaxVjp<float>, cuflash::kPacked, 4>",
     "cuflash::LogSoftmaxVjp<double>, cuflash::kScattered, 0>",
     "cuflash::State<double>, cuflash::kScattered>",
+    "cuflash::Softmax<float>, 4, 8>",
+    "cuflash::Softmax<double>, 2, 0>",
+    "cuflash::Softmax<float>, cuflash::kPacked, 16, 8>",
 )
 
 
@@ -34,9 +39,14 @@ def programs():
     for architecture in ARCHITECTURES:
         for dtype in FLOATS:
             by_source = defaultdict(list)
-            for source, expression in softmax_kernels(dtype):
-                covers = dtype in COVERING_DTYPES and expression.endswith(COVERING)
-                if everything or architecture == "sm_90a" or covers:
+            clusters = architecture in WITH_CLUSTERS
+            for source, expression in softmax_kernels(dtype, clusters=clusters):
+                covers = expression.endswith(COVERING)
+                if architecture == "sm_90a":  # float16 differs from bfloat16 by its conversions
+                    wanted = covers or dtype != np.float16
+                else:
+                    wanted = covers and dtype in COVERING_DTYPES
+                if everything or wanted:
                     by_source[source].append(expression)
             for source, expressions in by_source.items():
                 yield source, dtype.name, architecture, tuple(expressions)
@@ -56,9 +66,9 @@ def reports():
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: "-".join(p[:3]))
-def test_compiles_without_spills(program, reports):
+def test_compiles_and_keeps_its_registers(program, reports):
     for expression, report in reports[program].result().items():
-        spilled = (report.spill_stores, report.spill_loads, report.stack)
-        assert spilled == (0, 0, 0), f"{expression}: {report}"
+        spilled = max(report.spill_stores, report.spill_loads, report.stack)
+        assert not spilled, f"{expression}: {report}"
         # A block of 512 threads must find room.
         assert report.registers <= 128, f"{expression}: {report}"

@@ -119,6 +119,8 @@ inline unsigned __activemask() {
 
 // ------------------------------------------------------------------------------------ memory
 
+extern "C" void* memcpy(void* target, const void* source, size_t size) noexcept;
+
 template <typename T>
 inline T __ldg(const T* pointer) {
     return *pointer;

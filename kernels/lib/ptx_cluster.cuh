@@ -1,0 +1,34 @@
+// Thread-block clusters (sm_90): ranks, barriers, writes to the shared memory of other blocks.
+#pragma once
+
+namespace cuflash {
+
+// The number of this block in its cluster.
+__device__ __forceinline__ int cluster_rank() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All threads of a cluster arrive, then wait; what one wrote before is seen by all after.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The address, in the cluster's shared memory, of what lies at `pointer` in the block `rank`.
+__device__ __forceinline__ unsigned cluster_address(const void* pointer, int rank) {
+    unsigned local = static_cast<unsigned>(__cvta_generic_to_shared(pointer)), remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+    return remote;
+}
+__device__ __forceinline__ void cluster_store(unsigned address, float value) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+__device__ __forceinline__ void cluster_store(unsigned address, double value) {
+    asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
+}
+
+}  // namespace cuflash

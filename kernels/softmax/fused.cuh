@@ -1,0 +1,102 @@
+// Softmax of rows that are held on chip: two trips to memory, one read and one write.
+//
+// The lanes of a group share one maximum, m of the group: weights exp(x - m) are made once, before
+// the team has united its groups' states, and one factor a group, exp(m - m of the row) / l,
+// normalises them. That leaves one exchange between the warps, or blocks, of a team.
+#pragma once
+
+#include "softmax/result.cuh"
+
+namespace cuflash {
+
+// The chunks of a row that one thread holds, in registers or in its own places of shared memory:
+// scores, then their weights where the place is wide enough for them and the operation wants them.
+template <typename T, typename Operation, int kChunks>
+class Held {
+    using A = Accumulator<T>;
+    static constexpr bool kRegisters = kChunks > 0;
+    // 32 accumulators leave room for as many threads as hide the latency of memory.
+    static constexpr bool kWeights =
+        Operation::kOfWeights &&
+        (sizeof(T) == sizeof(A) || (kRegisters && kChunks * kVector<T> <= 32));
+    using Chunk = typename Either<kWeights, Wide<T>, Vector<T>>::type;
+
+  public:
+    __device__ __forceinline__ explicit Held(unsigned char* memory)
+        : shared_(reinterpret_cast<Chunk*>(memory)) {}
+
+    __device__ __forceinline__ void put(int i, const Vector<T>& scores) { at(i) = Chunk(scores); }
+    __device__ __forceinline__ Wide<T> scores(int i) { return Wide<T>(at(i)); }
+
+    // The weights; those of put() are replaced by them where they fit.
+    __device__ __forceinline__ Wide<T> weigh(int i, const OnlineSoftmax<A>& base) {
+        Wide<T> result = weights(base, Wide<T>(at(i)));
+        if constexpr (kWeights) at(i) = result;
+        return result;
+    }
+
+    __device__ __forceinline__ Vector<T> result(int i, const Operation& operation) {
+        const Wide<T> chunk(at(i));
+        Vector<T> result;
+#pragma unroll
+        for (int v = 0; v < kVector<T>; ++v)
+            result.element[v] = narrow<T>(result_of<kWeights>(operation, chunk.element[v]));
+        return result;
+    }
+
+  private:
+    Chunk registers_[kRegisters ? kChunks : 1];
+    Chunk* shared_;
+
+    __device__ __forceinline__ Chunk& at(int i) {
+        return kRegisters ? registers_[i] : shared_[i * blockDim.x + threadIdx.x];
+    }
+};
+
+// output = Operation of x, row by row. `memory` is the block's dynamic shared memory.
+template <typename T, typename Operation, Layout kLayout, int kChunks, typename Blocks = OneBlock>
+__device__ __forceinline__ void softmax_of_held(const SoftmaxParameters& p, unsigned char* memory) {
+    using A = Accumulator<T>;
+    Team<kLayout, Blocks> team(p, memory);
+    Held<T, Operation, kChunks> held(team.memory_end());
+
+    for (int64 first = first_row(team); first < p.rows; first += row_step(team)) {
+        const int64 row = first + team.slot;
+        const bool active = row < p.rows;
+        const Place place(p, active ? row : 0);
+        const WhereRow<kLayout> where(p, p.where, place.where);
+
+        OnlineSoftmax<A> group = OnlineSoftmax<A>::identity();
+        if (active) {
+            Row<T, kLayout> x(p, p.input[0], place.input[0]);
+            for_each_chunk<T, kChunks>(p, team, [&](int i, auto column) {
+                held.put(i, x.load(column, where, lowest<T>()));
+            });
+            for_each_chunk<T, kChunks>(
+                p, team, [&](int i, auto) { group.m = largest(group.m, held.scores(i)); });
+        }
+        group.m = team.reduce_group(group.m, Maximum{});
+        if (active) {
+            for_each_chunk<T, kChunks>(
+                p, team, [&](int i, auto) { group.l = add(group.l, sum(held.weigh(i, group))); });
+        }
+        group.l = team.reduce_group(group.l, Plus{});
+        const OnlineSoftmax<A> state = team.unite(group);
+        if (!active) continue;
+
+        Operation operation(state, group);
+        if constexpr (Operation::kColumns) {
+            Row<T, kLayout> y(p, p.output[0], place.output[0]);
+            const bool poisoned = is_nan(operation.value(-infinity<A>()));
+            for_each_chunk<T, kChunks>(p, team, [&](int i, auto column) {
+                Vector<T> result = held.result(i, operation);
+                if (poisoned) where.hide(column, result, narrow<T>(operation.hidden()));
+                y.store(column, result);
+            });
+        } else if (team.lane == 0) {
+            operation.template write<T>(p, place);
+        }
+    }
+}
+
+}  // namespace cuflash
