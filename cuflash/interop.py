@@ -13,7 +13,7 @@ import numbers
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import ml_dtypes
@@ -49,8 +49,13 @@ class Home:
     export: Callable[[Any], Any]
 
     def restore(self, native: Any, given: object | None = None) -> Any:
-        """Return `given`, the caller's output, or else `native` as the caller's kind of array."""
-        return given if given is not None else self.export(native)
+        """Return `given`, the caller's output, or else `native` as the caller's kind of array.
+
+        The caller's own output is handed over too: that is what makes the caller's stream wait for
+        the work that fills it, and for the reads of operands whose memory it may use again.
+        """
+        result = self.export(native)
+        return result if given is None else given
 
 
 class _UnrecognisedError(TypeError):
@@ -100,6 +105,12 @@ def _from_cupy(name: str, x: Any) -> tuple[Home, Any]:
     return _cupy_home(x.data.device_id), x
 
 
+def _hand_over(native: Any, from_dlpack: Callable[[Any], Any]) -> Any:
+    """Pass a CuPy array on: its consumer's stream waits for CuPy's current one of its device."""
+    with native.device:  # CuPy would take the stream of whichever device is current
+        return from_dlpack(native)
+
+
 def _from_torch(name: str, x: Any) -> tuple[Home, Any]:
     torch = sys.modules["torch"]
     if x.requires_grad:
@@ -125,7 +136,7 @@ def _from_torch(name: str, x: Any) -> tuple[Home, Any]:
         home = Home("torch", "host", 0, export)
     elif x.device.type == "cuda":
         native = _read(name, raw, importlib.import_module("cupy").from_dlpack)
-        home = Home("torch", "device", x.device.index, export)
+        home = Home("torch", "device", x.device.index, partial(_hand_over, from_dlpack=export))
     else:
         raise TypeError(f"{name} is on {x.device}; cuflash runs on CPUs and CUDA GPUs")
     return home, native.view(ml_dtypes.bfloat16) if is_bfloat16 else native
@@ -151,9 +162,14 @@ def _from_jax(name: str, x: Any) -> tuple[Home, Any]:
         # numpy.asarray of a CPU jax.Array is a read-only view of its buffer, bfloat16 included.
         return Home("jax", "host", device.id, export_cpu), _read(name, x, np.asarray)
     if device.platform in ("gpu", "cuda"):
-        cupy = importlib.import_module("cupy")
-        home = Home("jax", "device", device.local_hardware_id, jax.dlpack.from_dlpack)
-        return home, _read(name, x, cupy.from_dlpack)
+
+        def export_cuda(native: Any) -> Any:
+            # XLA may give the memory of an operand that was a temporary, or is donated next, to
+            # its own next program, which waits for no reader on another stream.
+            return jax.block_until_ready(_hand_over(native, jax.dlpack.from_dlpack))
+
+        home = Home("jax", "device", device.local_hardware_id, export_cuda)
+        return home, _read(name, x, importlib.import_module("cupy").from_dlpack)
     raise TypeError(f"{name} is on {device}; cuflash runs on CPUs and CUDA GPUs")
 
 
@@ -170,7 +186,8 @@ def _from_namespace(name: str, x: Any) -> tuple[Home, Any]:
         return Home(library, "host", 0, namespace.from_dlpack), native
     if kind == _DLPACK_CUDA:
         native = _read(name, x, importlib.import_module("cupy").from_dlpack)
-        return Home(library, "device", ordinal, namespace.from_dlpack), native
+        export = partial(_hand_over, from_dlpack=namespace.from_dlpack)
+        return Home(library, "device", ordinal, export), native
     raise TypeError(
         f"{name} is on DLPack device {kind}:{ordinal}; cuflash runs on CPUs and CUDA GPUs"
     )

@@ -280,6 +280,88 @@ class TestCuPy:
         interop.refuse_overlap({"out": FakeCuPy(x[:3])}, {"q": FakeCuPy(x[3:]), "k": x, "n": 3})
 
 
+class TestHandOver:
+    """The way out orders streams, which is the consumer's `from_dlpack` and so must be called."""
+
+    @pytest.fixture
+    def log(self) -> list[str]:
+        return []
+
+    @pytest.fixture
+    def result(self, log: list[str]) -> Any:
+        """What the engine filled: an array whose device can be made the current one."""
+
+        class Device:
+            def __enter__(self) -> None:
+                log.append("enter")
+
+            def __exit__(self, *_: object) -> None:
+                log.append("leave")
+
+        return SimpleNamespace(device=Device())
+
+    @pytest.fixture
+    def from_dlpack(self, log: list[str]) -> Any:
+        def from_dlpack(x: Any) -> Any:
+            log.append("from_dlpack")
+            return x
+
+        return from_dlpack
+
+    def take(self, monkeypatch: pytest.MonkeyPatch, x: Any) -> interop.Home:
+        taken = []
+        fake = SimpleNamespace(ndarray=FakeCuPy, from_dlpack=taken.append)
+        monkeypatch.setitem(sys.modules, "cupy", fake)
+        home, _ = interop.take("x", x)
+        assert taken == [x]  # the array, not a capsule: CuPy tells its producer which stream waits
+        return home
+
+    def test_results_leave_on_their_own_device(
+        self, monkeypatch: pytest.MonkeyPatch, log: list[str], result: Any, from_dlpack: Any
+    ) -> None:
+        home = self.take(monkeypatch, Exporter(SimpleNamespace(from_dlpack=from_dlpack), (2, 1)))
+        assert (home.engine, home.device) == ("device", 1)
+        assert home.restore(result) is result
+        assert log == ["enter", "from_dlpack", "leave"]
+
+    def test_the_callers_output_is_handed_over_too(
+        self, monkeypatch: pytest.MonkeyPatch, log: list[str], result: Any, from_dlpack: Any
+    ) -> None:
+        home = self.take(monkeypatch, Exporter(SimpleNamespace(from_dlpack=from_dlpack), (2, 1)))
+        given = object()
+        assert home.restore(result, given) is given
+        assert log == ["enter", "from_dlpack", "leave"]
+
+    def test_results_for_jax_are_finished(
+        self, monkeypatch: pytest.MonkeyPatch, log: list[str], result: Any, from_dlpack: Any
+    ) -> None:
+        """JAX may write the memory of a temporary operand as soon as the call returns."""
+
+        class Array:
+            def devices(self) -> set[Any]:
+                return {gpu}
+
+        def block_until_ready(x: Any) -> Any:
+            log.append("block_until_ready")
+            return x
+
+        class FakeGpu:
+            platform, local_hardware_id = "gpu", 1
+
+        gpu = FakeGpu()
+        fake = SimpleNamespace(
+            Array=Array,
+            core=SimpleNamespace(Tracer=FakeCuPy),
+            dlpack=SimpleNamespace(from_dlpack=from_dlpack),
+            block_until_ready=block_until_ready,
+        )
+        monkeypatch.setitem(sys.modules, "jax", fake)
+        home = self.take(monkeypatch, Array())
+        assert (home.library, home.engine, home.device) == ("jax", "device", 1)
+        assert home.restore(result) is result
+        assert log == ["enter", "from_dlpack", "leave", "block_until_ready"]
+
+
 class TestOverlap:
     @given(
         shape=st.lists(st.integers(1, 4), max_size=3),
