@@ -1,5 +1,38 @@
 """These tests need CuPy, though most of them no GPU: without it they are not collected."""
 
 import importlib.util
+import os
+
+import pytest
 
 collect_ignore_glob = [] if importlib.util.find_spec("cupy") else ["test_*.py"]
+
+# As many hardware queues as there can be, before CUDA starts: streams that share one also wait for
+# each other, and tests of what waits for what could see that.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+@pytest.fixture(scope="session")
+def kernels() -> None:
+    """Compile every kernel, in parallel, before the first test that runs one.
+
+    They also go to CuPy's cache on disk, where the processes that tests start find them.
+    """
+    from cuflash.device.attention_plans import attention_kernels
+    from cuflash.device.compiler import warm
+    from cuflash.device.executor import device_limits
+    from cuflash.device.plans import softmax_kernels
+    from cuflash.problem import FLOATS
+
+    limits = device_limits(0)
+    tensor_cores = int(limits.compute_capability) >= 80
+    # Attention first: a kernel takes ten times as long as one of softmax.
+    names = [
+        name
+        for dtype in FLOATS
+        for name in attention_kernels(dtype)
+        if tensor_cores or name.source != "attention/forward_mma.cu"
+    ]
+    for dtype in FLOATS:
+        names += softmax_kernels(dtype, clusters=limits.cluster_blocks > 1)
+    warm(names)

@@ -12,8 +12,6 @@ from hypothesis import given, settings
 
 import cuflash
 from cuflash import baselines, device, reference
-from cuflash.device.attention_plans import attention_kernels
-from cuflash.device.compiler import warm
 from cuflash.problem import BFLOAT16, FLOATS
 from cuflash.testing.bounds import assert_attention_close, expect_attention
 from cuflash.testing.cases import ALL_CASES
@@ -22,16 +20,10 @@ from cuflash.testing.properties import ATTENTION_PROPERTIES, split_of_keys
 from cuflash.testing.strategies import attention_problems
 from tests.device.arrays import to_device
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
 METHODS = ["auto", "simt"]
 PROBLEMS = attention_problems(borders=(16, 32, 64, 128), max_tokens=300, max_features=300)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    """Compile everything that these tests can launch, in parallel."""
-    warm(kernel for dtype in FLOATS for kernel in attention_kernels(dtype))
 
 
 def on_device(function):

@@ -5,7 +5,7 @@ import pytest
 
 from cuflash.cli import main
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
 
 def test_attend_and_softmax_are_those_of_the_host(tmp_path, rng):

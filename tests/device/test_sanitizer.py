@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernels")  # compiled once, in parallel, for the processes watched too
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_small_run_is_clean(tool):
     result = subprocess.run(

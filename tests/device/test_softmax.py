@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import reference
-from cuflash.device.compiler import Launch, warm
+from cuflash.device.compiler import Launch
 from cuflash.device.executor import CurrentDevice, device_limits
 from cuflash.device.plans import (
     SOFTMAX_PARAMETERS,
@@ -31,7 +31,7 @@ from cuflash.testing.softmax_properties import (
 from cuflash.testing.strategies import softmax_problems
 from tests.device.arrays import on_device, to_device
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
 METHODS = ["naive", "fused", "online"]
 BORDERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -43,13 +43,6 @@ DTYPES = tuple(dtype.name for dtype in FLOATS)
 def methods():
     """Return the methods of this device."""
     return [*METHODS, *(["cluster"] if device_limits(0).cluster_blocks > 1 else [])]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    """Compile everything that these tests can launch, in parallel."""
-    clusters = "cluster" in methods()
-    warm(kernel for dtype in FLOATS for kernel in softmax_kernels(dtype, clusters=clusters))
 
 
 def functions(name, method):
