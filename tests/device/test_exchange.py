@@ -300,10 +300,16 @@ def streams(request, torch):
     own = torch.module.cuda.Stream() if request.param != "ours" else None
     null = cupy.cuda.Stream.null
     return SimpleNamespace(
-        theirs=null if own is None else cupy.cuda.ExternalStream(own.cuda_stream),
+        theirs=null if own is None else as_cupy_stream(own.cuda_stream),
         ours=null if request.param == "theirs" else cupy.cuda.Stream(non_blocking=True),
         enter=lambda: torch.module.cuda.stream(own or torch.module.cuda.default_stream()),
     )
+
+
+def as_cupy_stream(pointer):
+    """Return a stream of another library, which may not have CUDA's stream protocol yet."""
+    foreign = SimpleNamespace(__cuda_stream__=lambda: (0, pointer))
+    return cupy.cuda.Stream.from_external(foreign)
 
 
 def softmax_of(x):
