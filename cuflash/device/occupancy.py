@@ -13,7 +13,8 @@ import numpy as np
 from ..problem import ArraySpec, SoftmaxProblem
 from .compiler import KernelName, compile_only
 from .executor import DeviceLimits, device_limits
-from .plans import Regime, plan_softmax, softmax_regimes
+from .plans import plan_softmax
+from .softmax_regimes import Regime, softmax_regimes
 
 __all__ = ["KNOWN_GPUS", "device_limits", "report", "resident_blocks", "source_report", "trips"]
 
@@ -101,7 +102,7 @@ def report(limits: DeviceLimits, dtype: np.dtype) -> Iterator[str]:
         row = f"{length:9}  {plan.method:8}{launch.block:7}{blocks:11}{share:11.0%}  "
         yield row + trips(plan.method, length * dtype.itemsize, blocks, limits)
     yield ""
-    yield from _regime_lines(softmax_regimes(limits), dtype)
+    yield from _regime_lines(softmax_regimes(limits, dtype), dtype)
 
 
 def _regime_lines(regimes: tuple[Regime, ...], dtype: np.dtype) -> Iterator[str]:

@@ -14,13 +14,10 @@ import cuflash
 from cuflash import reference
 from cuflash.device.compiler import Launch
 from cuflash.device.executor import CurrentDevice, device_limits
-from cuflash.device.plans import (
-    SOFTMAX_PARAMETERS,
-    plan_softmax,
-    softmax_kernels,
-    softmax_regimes,
-)
+from cuflash.device.plans import plan_softmax, softmax_kernels
 from cuflash.device.softmax import launch_plan
+from cuflash.device.softmax_regimes import cluster_capacity
+from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS
 from cuflash.problem import BFLOAT16, FLOATS, ArraySpec, SoftmaxProblem
 from cuflash.testing.softmax_properties import (
     SOFTMAX_NAMES,
@@ -266,7 +263,7 @@ def test_rows_that_a_cluster_holds(dtype, rng):
     if "cluster" not in methods():
         pytest.skip("no clusters here")
     eps = {"float64": 1e-15, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype.name]
-    longest = int(softmax_regimes(device_limits(0))[1].row_bytes) // dtype.itemsize
+    longest = cluster_capacity(device_limits(0)) // dtype.itemsize
     for power, step in itertools.product(range(6), (-1, 0, 1)):
         length = (longest >> power) + step
         if length > longest:

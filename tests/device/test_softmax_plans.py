@@ -8,13 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.device.plans import (
-    SOFTMAX_PARAMETERS,
-    divisor,
-    plan_softmax,
-    softmax_kernels,
-    softmax_regimes,
-)
+from cuflash.device.plans import plan_softmax, softmax_kernels
+from cuflash.device.softmax_regimes import softmax_regimes
+from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS, divisor
 from cuflash.problem import FLOATS, ArraySpec, SoftmaxProblem
 from cuflash.testing.strategies import softmax_problems
 from tests.devices import H200, T4
@@ -124,15 +120,20 @@ def test_neighbouring_threads_read_neighbouring_elements():
 
 
 def test_auto_follows_the_regimes():
-    for limits, methods in ((H200, ["fused", "cluster", "online"]), (T4, ["fused", "online"])):
-        regimes = softmax_regimes(limits)
+    for limits, dtype, methods in (
+        (H200, np.float32, ["fused", "cluster", "online"]),
+        (H200, np.float64, ["fused", "online"]),
+        (T4, np.float32, ["fused", "online"]),
+    ):
+        regimes = softmax_regimes(limits, np.dtype(dtype))
         assert [regime.method for regime in regimes] == methods
         for regime, after in pairwise(regimes):
-            longest = int(regime.row_bytes) // 4
-            assert plan(row(longest), limits=limits).method == regime.method
-            assert plan(row(longest + 4), limits=limits).method == after.method
-            assert plan(row(longest), limits=limits, method=regime.method).method == regime.method
-            beside = np.empty((longest, 4), np.float32)
+            longest = int(regime.row_bytes) // np.dtype(dtype).itemsize
+            assert plan(row(longest, dtype), limits=limits).method == regime.method
+            assert plan(row(longest + 4, dtype), limits=limits).method == after.method
+            made = plan(row(longest, dtype), limits=limits, method=regime.method)
+            assert made.method == regime.method
+            beside = np.empty((longest, 4), dtype)
             assert plan(beside, 0, limits=limits).method != "cluster"
 
 

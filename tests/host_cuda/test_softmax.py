@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import engine, reference
-from cuflash.device.plans import SOFTMAX_PARAMETERS
+from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS
 from cuflash.testing.bounds import assert_softmax_close, expect_softmax
 from cuflash.testing.softmax_properties import (
     SOFTMAX_NAMES,
