@@ -280,12 +280,7 @@ def open_call(
     **options: Any,
 ) -> AttentionCall:
     """Recognise and validate the arguments of an attention call."""
-    operands, array_options, values = _by_role(given)
-    home, native = interop.enter(
-        operands, options=array_options, values=values, outputs=outputs_given
-    )
-    outputs = {name: native.pop(name) for name in outputs_given}
-    arrays = AttentionArrays(**native)
+    home, arrays, outputs = _enter(given, outputs_given)
     heads = None
     if flag("enable_gqa", enable_gqa):
         arrays, heads = _group_heads(arrays)
@@ -302,6 +297,23 @@ def open_call(
             if hasattr(lengths, "get"):  # on a GPU; values of the host were checked
                 check_lengths(name, lengths.get(), limit)
     return AttentionCall(home, core, problem, arrays, outputs, heads, arrays.q.strides)
+
+
+def _enter(
+    given: AttentionArrays, outputs_given: dict[str, Any]
+) -> tuple[interop.Home, AttentionArrays, dict[str, Any]]:
+    """Recognise the arrays and outputs of a call."""
+    values = [x for x in given[7:] if type(x) is not int]
+    others = [x for x in (*given[3:7], *values, *outputs_given.values()) if x is not None]
+    home = interop.cupy_home(*given[:3], *others)
+    if home is not None:
+        return home, given, dict(outputs_given)
+    operands, array_options, values_by_name = _by_role(given)
+    home, native = interop.enter(
+        operands, options=array_options, values=values_by_name, outputs=outputs_given
+    )
+    outputs = {name: native.pop(name) for name in outputs_given}
+    return home, AttentionArrays(**native), outputs
 
 
 def _by_role(given: AttentionArrays) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -357,7 +369,7 @@ def _check_workspace(spec: ArraySpec) -> None:
 
 def _result_strides(problem: AttentionProblem, q_strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return strides in the order of q's axes in memory, for the allocation of the result."""
-    return (0,) * (len(problem.out_shape) - len(q_strides)) + q_strides
+    return (0,) * (len(problem.batch_shape) + 2 - len(q_strides)) + q_strides
 
 
 def _group_heads(arrays: AttentionArrays) -> tuple[AttentionArrays, tuple[int, int]]:

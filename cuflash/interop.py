@@ -58,10 +58,6 @@ class Home:
         return result if given is None else given
 
 
-class _UnrecognisedError(TypeError):
-    pass
-
-
 def _read(name: str, x: Any, reader: Callable[[Any], Any]) -> Any:
     """Return `reader(x)`; a library's refusal becomes a TypeError that names the argument."""
     try:
@@ -177,7 +173,10 @@ def _from_namespace(name: str, x: Any) -> tuple[Home, Any]:
     """Take an array of any library of the array API standard that speaks DLPack."""
     namespace = x.__array_namespace__() if hasattr(type(x), "__array_namespace__") else None
     if namespace is None or not hasattr(x, "__dlpack__") or not hasattr(namespace, "from_dlpack"):
-        raise _UnrecognisedError
+        raise TypeError(
+            f"{name} must be an array of NumPy, CuPy, JAX, PyTorch or another library with "
+            f"__array_namespace__ and DLPack, got {type(x).__name__}"
+        )
 
     library = type(x).__module__.partition(".")[0]
     kind, ordinal = x.__dlpack_device__()
@@ -193,9 +192,24 @@ def _from_namespace(name: str, x: Any) -> tuple[Home, Any]:
     )
 
 
-def _is_instance_of(x: object, library: str, attribute: str) -> bool:
-    module = sys.modules.get(library)  # an instance exists only if its library is imported
-    return module is not None and isinstance(x, getattr(module, attribute))
+_Reader = Callable[[str, Any], tuple[Home, Any]]
+#: What recognises the arrays of each type that was met: asking the libraries takes a while.
+_READERS: dict[type, _Reader] = {}
+
+
+def _find_reader(x: object) -> _Reader:
+    """Ask the libraries whose array this is; one that is not imported has made none."""
+    if isinstance(x, np.ndarray | np.generic):
+        return _from_numpy
+    for library, attribute, reader in (
+        ("cupy", "ndarray", _from_cupy),
+        ("torch", "Tensor", _from_torch),
+        ("jax", "Array", _from_jax),
+    ):
+        module = sys.modules.get(library)
+        if module is not None and isinstance(x, getattr(module, attribute)):
+            return reader
+    return _from_namespace
 
 
 def take(name: str, x: object) -> tuple[Home, Any]:
@@ -219,22 +233,10 @@ def take(name: str, x: object) -> tuple[Home, Any]:
     TypeError
         `x` is no array of a supported library.
     """
-    if isinstance(x, np.ndarray | np.generic):
-        return _from_numpy(name, x)
-    if _is_instance_of(x, "cupy", "ndarray"):
-        return _from_cupy(name, x)
-    if _is_instance_of(x, "torch", "Tensor"):
-        return _from_torch(name, x)
-    if _is_instance_of(x, "jax", "Array"):
-        return _from_jax(name, x)
-    try:
-        return _from_namespace(name, x)
-    except _UnrecognisedError:
-        raise TypeError(
-            f"{name} must be an array of NumPy, CuPy, JAX, PyTorch or another library with "
-            f"__array_namespace__ and DLPack, "
-            f"got {type(x).__name__}"
-        ) from None
+    reader = _READERS.get(type(x))
+    if reader is None:
+        reader = _READERS[type(x)] = _find_reader(x)
+    return reader(name, x)
 
 
 def enter(
@@ -271,32 +273,18 @@ def enter(
     ValueError
         Arrays on two devices.
     """
-    home: Home | None = None
-    first = ""
-    native: dict[str, Any] = dict.fromkeys(options or {})
-
-    def hold(name: str, theirs: Home) -> None:
-        nonlocal home, first
-        if theirs is home:
-            return
-        if home is None:
-            home, first = theirs, name
-        elif theirs.library != home.library:
-            raise TypeError(
-                f"{name} is an array of {theirs.library} but {first} is one of {home.library}; "
-                f"pass arrays of one library"
-            )
-        elif (theirs.engine, theirs.device) != (home.engine, home.device):
-            raise ValueError(
-                f"{name} is on {theirs.engine} device {theirs.device} but {first} is on "
-                f"{home.engine} device {home.device}"
-            )
-
-    present = ((name, x) for name, x in (options or {}).items() if x is not None)
-    for name, x in (*arrays.items(), *present):
-        theirs, native[name] = take(name, x)
-        hold(name, theirs)
-    assert home is not None, "a call has operands"
+    first = next(iter(arrays))
+    home, native_first = take(first, arrays[first])
+    native: dict[str, Any] = {first: native_first}
+    for name, x in arrays.items():
+        if name is not first:
+            theirs, native[name] = take(name, x)
+            _require_home(name, theirs, first, home)
+    for name, x in (options or {}).items():
+        native[name] = None
+        if x is not None:
+            theirs, native[name] = take(name, x)
+            _require_home(name, theirs, first, home)
 
     for name, x in (values or {}).items():
         if x is None or isinstance(x, numbers.Real):
@@ -305,7 +293,7 @@ def enter(
             continue
         theirs, native[name] = take(name, x)
         if theirs is not _NUMPY:
-            hold(name, theirs)
+            _require_home(name, theirs, first, home)
 
     for name, x in (outputs or {}).items():
         native[name] = None
@@ -318,7 +306,7 @@ def enter(
                 f"{name} is byte-swapped ({x.dtype}); an output must have native byte order"
             )
         theirs, native[name] = take(name, x)
-        hold(name, theirs)
+        _require_home(name, theirs, first, home)
         if theirs.library == "jax":
             raise TypeError(
                 f"{name} is a JAX array, which cannot be written to; use the returned array"
@@ -326,6 +314,39 @@ def enter(
         if isinstance(native[name], np.ndarray) and not native[name].flags.writeable:
             raise ValueError(f"{name} is read-only")
     return home, native
+
+
+def cupy_home(*arrays: Any) -> Home | None:
+    """Return where arrays live if all are CuPy's and of one device, else None.
+
+    A call with such arrays alone needs nothing of what `enter` does. None also until an array of
+    CuPy has been taken.
+    """
+    device: int | None = None
+    for x in arrays:
+        if _READERS.get(type(x)) is not _from_cupy:
+            return None
+        if device is None:
+            device = x.data.device_id
+        elif x.data.device_id != device:
+            return None
+    return None if device is None else _cupy_home(device)
+
+
+def _require_home(name: str, theirs: Home, first: str, home: Home) -> None:
+    """Raise unless an array lives where the first one of its call does."""
+    if theirs is home:
+        return
+    if theirs.library != home.library:
+        raise TypeError(
+            f"{name} is an array of {theirs.library} but {first} is one of {home.library}; "
+            f"pass arrays of one library"
+        )
+    if (theirs.engine, theirs.device) != (home.engine, home.device):
+        raise ValueError(
+            f"{name} is on {theirs.engine} device {theirs.device} but {first} is on "
+            f"{home.engine} device {home.device}"
+        )
 
 
 def describe(

@@ -138,7 +138,9 @@ def choose_method(
 
 def flag(name: str, value: object) -> bool:
     """Return a bool; TypeError naming the argument otherwise."""
-    if not isinstance(value, bool | np.bool):
+    if value is True or value is False:
+        return value
+    if not isinstance(value, np.bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return bool(value)
 
@@ -254,23 +256,33 @@ class AttentionProblem:
         TypeError, ValueError
             Naming the argument, what came and what is accepted.
         """
-        specs = AttentionArrays(
-            *[x if x is None else ArraySpec.of(x) for x in arrays[:_FIRST_INTEGER]],
-            *map(_describe_integers, _INTEGERS, arrays[_FIRST_INTEGER:]),
-        )
+        # Plain tuples, which make cheap keys: this is on the way of every call.
+        layouts = [
+            None if x is None else (x.shape, x.strides, x.dtype) for x in arrays[:_FIRST_INTEGER]
+        ]
+        integers = arrays[_FIRST_INTEGER:]
+        if not (integers[0] is integers[1] is integers[2] is None):
+            layouts += [
+                None if x is None else _describe_integers(name, x)
+                for name, x in zip(_INTEGERS, integers, strict=True)
+            ]
         options = (scale, causal, _window(window), softcap, num_splits, method)
         describe = _attention_problem if _is_hashable(options) else _attention_problem.__wrapped__
-        problem = describe(specs, *options)
-        for name, limit in (("query_lengths", problem.tq), ("key_lengths", problem.tk)):
-            lengths = getattr(arrays, name)
-            if lengths is not None and isinstance(lengths, numbers.Real | np.ndarray):
-                check_lengths(name, lengths, limit)
+        problem = describe(tuple(layouts), *options)
+        if len(layouts) > _FIRST_INTEGER:
+            for name, limit in (("query_lengths", problem.tq), ("key_lengths", problem.tk)):
+                lengths = getattr(arrays, name)
+                if isinstance(lengths, numbers.Real | np.ndarray):
+                    check_lengths(name, lengths, limit)
         return problem
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], np.dtype]
 
 
 @lru_cache(maxsize=1024, typed=True)
 def _attention_problem(
-    specs: AttentionArrays,
+    layouts: tuple[Layout | None, ...],
     scale: object,
     causal: object,
     window: tuple[int | None, int | None],
@@ -281,6 +293,7 @@ def _attention_problem(
     """Do the part of `AttentionProblem.of` that depends on descriptions alone, once for each."""
     if not isinstance(method, str):
         raise TypeError(f"method must be a string, got {type(method).__name__}")
+    specs = AttentionArrays(*[None if x is None else ArraySpec(*x) for x in layouts])
     q, k, v = specs[:3]
     for name, spec in (("q", q), ("k", k), ("v", v)):
         if len(spec.shape) < 2:
@@ -358,8 +371,8 @@ def _is_hashable(x: object) -> bool:
 _INTEGER = ArraySpec((), (-1,), np.dtype(np.int64))
 
 
-def _describe_integers(name: str, x: Any) -> ArraySpec | None:
-    if x is None or isinstance(x, ArraySpec):
+def _describe_integers(name: str, x: Any) -> ArraySpec:
+    if isinstance(x, ArraySpec):
         return x
     if not isinstance(x, np.ndarray) and isinstance(x, numbers.Real):
         integer(name, x)
@@ -423,7 +436,7 @@ def _positions(name: str, spec: ArraySpec | None, batch: tuple[int, ...]) -> Arr
     """Describe lengths or offsets: an integer, or an integer array with the axes of the batch."""
     if spec is None:
         return None
-    if spec is _INTEGER:
+    if spec == _INTEGER:
         return ArraySpec((), (), np.dtype(np.int64)).broadcast_to(batch, name)
     if spec.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {spec.dtype}; integers are needed")
@@ -437,7 +450,10 @@ def _positions(name: str, spec: ArraySpec | None, batch: tuple[int, ...]) -> Arr
 
 def check_lengths(name: str, values: Any, limit: int) -> None:
     """Raise ValueError unless every length lies within its axis."""
-    low, high = (int(np.min(values, initial=0)), int(np.max(values, initial=0)))
+    if isinstance(values, int):
+        low = high = values
+    else:
+        low, high = int(np.min(values, initial=0)), int(np.max(values, initial=0))
     if low < 0 or high > limit:
         raise ValueError(f"{name} has the value {low if low < 0 else high}, outside 0..{limit}")
 

@@ -501,7 +501,7 @@ def test_overhead_is_split_by_stage() -> None:
     assert row["lower"] <= row["us"] <= row["upper"]
     assert min(row["enter"], row["problem"], row["rest"]) > 0
     assert row["never"] == 0
-    assert row["met"] == (row["us"] <= 60)
+    assert row["met"] == (row["us"] <= 40)
     assert len(emptied) == 4
     assert (AttentionProblem.__dict__["of"], cuflash.interop.enter) == before
 

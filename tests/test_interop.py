@@ -222,9 +222,12 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 class TestCuPy:
     def test_an_array_without_the_library_is_unknown(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Unknown(FakeCuPy):
+            """A type not seen before: those seen are remembered."""
+
         monkeypatch.delitem(sys.modules, "cupy", raising=False)
         with pytest.raises(TypeError, match=r"^x must be an array of NumPy, CuPy"):
-            interop.take("x", FakeCuPy(normal(3)))
+            interop.take("x", Unknown(normal(3)))
         assert "cupy" not in sys.modules
 
     @pytest.mark.usefixtures("cupy")
@@ -234,6 +237,16 @@ class TestCuPy:
         assert native is x
         assert (home.library, home.engine, home.device) == ("cupy", "device", 5)
         assert home.restore(native) is x
+
+    @pytest.mark.usefixtures("cupy")
+    def test_the_short_way_in_is_for_cupy_alone(self) -> None:
+        x, other = FakeCuPy(normal(3, 4), device=5), FakeCuPy(normal(2), device=6)
+        home, _ = interop.take("x", x)
+        assert interop.cupy_home(x, x) is home
+        assert interop.cupy_home(x, other) is None
+        assert interop.cupy_home(x, None) is None
+        assert interop.cupy_home(normal(3), x) is None
+        assert interop.cupy_home() is None
 
     @pytest.mark.usefixtures("cupy")
     def test_lengths_may_be_values_of_the_host(self) -> None:

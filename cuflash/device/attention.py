@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import cupy
+import numpy as np
 
 from ..problem import ArraySpec, AttentionArrays, AttentionProblem
 from . import attention_plans as plans
@@ -39,11 +40,15 @@ def attention(
     and offsets that are NumPy arrays are uploaded, and a workspace is allocated if none is given.
     """
     with memory.device_of(out):
+        executor = CurrentDevice()
+        on_device = np.ndarray not in map(type, arrays[-len(INTEGER_OPTIONS) :])
+        if on_device and compute(problem, arrays, out, lse, workspace, executor):
+            return
         sources = AttentionArrays(*[x if x is None else memory.readable(x) for x in arrays])
         out_memory = memory.aligned(out, copy=False)
         lse_memory = None if lse is None else memory.aligned(lse, copy=False)
         problem = respecified(problem, arrays, sources)
-        compute(problem, sources, out_memory, lse_memory, workspace, CurrentDevice())
+        compute(problem, sources, out_memory, lse_memory, workspace, executor)
         memory.copy_unaligned(out_memory, out)
         memory.copy_unaligned(lse_memory, lse)
 
@@ -69,28 +74,28 @@ def compute(
     lse: Any,
     workspace: Any,
     executor: Executor,
-) -> None:
-    """Do what `attention` says with aligned arrays of the executor's library."""
+) -> bool:
+    """Do what `attention` says with arrays of the executor's library, or nothing and say False.
+
+    It does nothing if some elements do not lie at multiples of their size.
+    """
     plan = plan_attention(
         problem,
-        ArraySpec.of(out),
-        None if lse is None else ArraySpec.of(lse),
+        ArraySpec(out.shape, out.strides, out.dtype),
+        None if lse is None else ArraySpec(lse.shape, lse.strides, lse.dtype),
         executor.limits,
     )
+    pointers = [
+        0 if x is None or type(x) is int else executor.address(x) for x in (*arrays, out, lse)
+    ]
+    if not plan.reads(pointers):
+        return False
     if plan.workspace and workspace is None:
         workspace = executor.allocate(plan.workspace)
-
-    operands = (*arrays, out, lse)
-    launch_plan(
-        plan,
-        [0 if x is None or type(x) is int else executor.address(x) for x in operands],
-        [
-            x if type(x) is int else None
-            for x in (getattr(arrays, name) for name in INTEGER_OPTIONS)
-        ],
-        executor.address(workspace) if plan.workspace else 0,
-        executor,
-    )
+    integers = [x if type(x) is int else None for x in arrays[-len(INTEGER_OPTIONS) :]]
+    scratch = executor.address(workspace) if plan.workspace else 0
+    launch_plan(plan, pointers, integers, scratch, executor)
+    return True
 
 
 def launch_plan(

@@ -7,6 +7,7 @@ on values, and making one needs no GPU.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -317,6 +318,8 @@ class AttentionPlan:
     _defaults: tuple[int, int, int]
     _lse_start: int
     """Bytes from the partial results' out to their lse."""
+    _moduli: tuple[int, ...]
+    """What addresses must be multiples of; none if a stride is no multiple of its element."""
 
     def __post_init__(self) -> None:
         """Refuse a plan that would leave partial results unmerged, or merge what nobody wrote."""
@@ -324,6 +327,10 @@ class AttentionPlan:
             raise ValueError(f"{self.splits} shares of the keys with the merge {self.combine}")
         if self.combine is not None and self.forward is not None and not self.workspace:
             raise ValueError("partial results need a workspace")
+
+    def reads(self, pointers: Sequence[int]) -> bool:
+        """Tell whether all elements lie at multiples of their size, as the device needs them."""
+        return bool(self._moduli) and not any(map(operator.mod, pointers, self._moduli))
 
     def launches(
         self, pointers: Sequence[int], integers: Sequence[int | None], workspace: int
@@ -342,20 +349,24 @@ class AttentionPlan:
         """
         if self.forward is None:
             return
-        values = [
-            default if value is None else value
-            for value, default in zip(integers, self._defaults, strict=True)
-        ]
+        values: Sequence[int] = self._defaults
+        if any(integers) or 0 in integers:
+            values = [
+                default if value is None else value
+                for value, default in zip(integers, values, strict=True)
+            ]
+        if self.combine is None:
+            for places in self.batch.places(pointers, self.itemsizes):
+                yield self.forward, _FORWARD_SLOTS.fill(self._forward_block, [*places, *values])
+            return
+        assert self._combine_block is not None
         partial_out = -(-workspace // _ALIGNMENT) * _ALIGNMENT
-        partial_lse = partial_out + self._lse_start
+        partial = [partial_out, partial_out + self._lse_start]
         for places in self.batch.places(pointers, self.itemsizes):
-            results = places[10:]
-            if self.combine is not None:
-                places[10:] = [partial_out, partial_lse]
-            yield self.forward, _FORWARD_SLOTS.fill(self._forward_block, [*places, *values])
-            if self.combine is not None and self._combine_block is not None:
-                numbers = [*results, partial_out, partial_lse]
-                yield self.combine, _EVEN_SLOTS.fill(self._combine_block, numbers)
+            numbers = [*places[:10], *partial, *values]
+            yield self.forward, _FORWARD_SLOTS.fill(self._forward_block, numbers)
+            results = [*places[10:], *partial]
+            yield self.combine, _EVEN_SLOTS.fill(self._combine_block, results)
 
 
 @lru_cache(maxsize=4096)
@@ -443,7 +454,21 @@ def plan_attention(
         _combine_block=None if combine_block is None else as_words(combine_block),
         _defaults=(0, problem.tq, problem.tk),
         _lse_start=splits * rows * problem.dv * acc.itemsize,
+        _moduli=_moduli(specs),
     )
+
+
+def _moduli(specs: Sequence[ArraySpec | None]) -> tuple[int, ...]:
+    """Return what each operand's address must be a multiple of; () if strides forbid any."""
+    read = [None if spec is None or 0 in spec.shape else spec for spec in specs]
+    for spec in read:
+        if spec is not None and any(
+            stride % spec.dtype.itemsize
+            for size, stride in zip(spec.shape, spec.strides, strict=True)
+            if size > 1
+        ):
+            return ()
+    return tuple(1 if spec is None else spec.dtype.itemsize for spec in read)
 
 
 def _held_chunks(problem: AttentionProblem, tile: SimtTile, limits: DeviceLimits) -> int:

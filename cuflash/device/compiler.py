@@ -146,7 +146,7 @@ _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 
 @cache
 def load(kernel: KernelName, device: int) -> Any:
-    """Return a compiled kernel, a `cupy.RawKernel`; `device` must be the current one.
+    """Return a compiled kernel, a `cupy.cuda.Function`; `device` must be the current one.
 
     Compiled at most once a process and device, and taken from CuPy's disk cache if it is there.
     """
@@ -164,7 +164,7 @@ def load(kernel: KernelName, device: int) -> Any:
     if int(cupy.cuda.Device(device).compute_capability) >= 90:
         # So must clusters of more than 8 blocks, which not every such device has.
         driver.funcSetAttribute(function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-    return function
+    return function.kernel  # a RawKernel would look the device up again at each launch
 
 
 def warm(kernels: Iterable[KernelName], threads: int | None = None) -> None:

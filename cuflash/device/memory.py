@@ -44,7 +44,7 @@ _NOTHING = nullcontext()
 
 def is_aligned(x: Any) -> bool:
     """Tell whether every element lies at a multiple of its size, as the device needs it."""
-    itemsize = x.dtype.itemsize
+    itemsize = x.itemsize
     return not x.data.ptr % itemsize and _are_multiples(x.strides, itemsize)
 
 
@@ -63,7 +63,7 @@ def aligned(x: Any, *, copy: bool = True) -> Any:
 def readable(x: Any) -> Any:
     """Return an operand as kernels can read it: uploaded, aligned; numbers and None as they are."""
     if isinstance(x, cupy.ndarray):
-        return aligned(x)
+        return x if is_aligned(x) else aligned(x)
     return cupy.asarray(x) if isinstance(x, np.ndarray) else x
 
 

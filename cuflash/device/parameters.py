@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -189,19 +189,20 @@ class BatchPlan(NamedTuple):
             tuple(sizes[cut:]), by_operand(steps[cut:]), tuple(sizes[:cut]), by_operand(steps[:cut])
         )
 
-    def places(self, pointers: Sequence[int], itemsizes: Sequence[int]) -> Iterator[list[int]]:
-        """Yield, for each turn of the engine's loop, where every operand begins; 0 stays 0."""
+    def places(self, pointers: Sequence[int], itemsizes: Sequence[int]) -> list[Sequence[int]]:
+        """Return, for each turn of the engine's loop, where every operand begins; 0 stays 0."""
         if not self.outer_sizes:
-            yield list(pointers)
-            return
-        for index in product(*map(range, self.outer_sizes)):
-            yield [
+            return [pointers]
+        return [
+            [
                 pointer
                 and pointer + itemsize * sum(i * step for i, step in zip(index, steps, strict=True))
                 for pointer, itemsize, steps in zip(
                     pointers, itemsizes, self.outer_strides, strict=True
                 )
             ]
+            for index in product(*map(range, self.outer_sizes))
+        ]
 
     def without_rows(self) -> tuple[BatchPlan, int, tuple[int, ...]]:
         """Return the plan without its last axis, and that axis: its size, and every stride."""

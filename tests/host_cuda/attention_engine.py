@@ -40,7 +40,7 @@ class HostCudaAttention:
             *(np.require(x, requirements="A") if isinstance(x, np.ndarray) else x for x in arrays)
         )
         problem = respecified(problem, arrays, sources)
-        compute(problem, sources, out, lse, workspace, self.executor)
+        assert compute(problem, sources, out, lse, workspace, self.executor)
 
     def merge_attention(self, parts, out, lse):
         merge(parts, (out, lse), self.executor)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import engine
+from cuflash.device.attention import compute
 from cuflash.device.attention_plans import SIMT_TILES, plan_attention
 from cuflash.device.parameters import (
     ATTENTION_PARAMETERS,
@@ -30,6 +31,7 @@ from tests.devices import H200, T4
 from tests.host_cuda import builder
 from tests.host_cuda.attention_engine import HostCudaAttention
 from tests.host_cuda.builder import Edit
+from tests.host_cuda.engine import HostExecutor
 
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
 
@@ -178,6 +180,26 @@ def test_few_queries_split_long_keys():
     assert plan_of(4096, 4096, 64, 64, batch=(32,)).splits == 1
     assert plan_of(1, 300, 64, 64, num_splits=3).splits == 3
     assert plan_of(1, 300, 64, 64, num_splits=300).splits == 5, "no share is without a tile"
+
+
+@pytest.mark.parametrize("odd", ["address", "stride"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_elements_at_odd_addresses_are_left_to_the_caller(name, odd):
+    whole = {n: normal(0, 3, t, 8) for n, t in (("q", 5), ("k", 9), ("v", 9), ("out", 5))}
+    x = whole[name]
+    memory = np.zeros(2 * x.nbytes, np.uint8)
+    if odd == "address":
+        whole[name] = memory[2 : 2 + x.nbytes].view(np.float32).reshape(x.shape)
+    else:
+        whole[name] = np.ndarray(x.shape, np.float32, memory, strides=(x[0].nbytes + 2, 32, 4))
+    arrays, out = AttentionArrays(whole["q"], whole["k"], whole["v"]), whole["out"]
+    executor = HostExecutor()
+    problem = AttentionProblem.of(arrays)
+    assert not compute(problem, arrays, out, None, None, executor)
+    assert not executor.launched
+    aligned = AttentionArrays(*[np.require(a, requirements="A") for a in arrays[:3]])
+    problem = AttentionProblem.of(aligned)
+    assert compute(problem, aligned, np.zeros(out.shape, out.dtype), None, None, executor)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 40])
