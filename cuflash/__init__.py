@@ -4,6 +4,7 @@ from . import analysis, baselines, reference
 from ._attention import flash_attention, workspace_size
 from ._online import SoftmaxState, merge_attention, merge_softmax, softmax_state
 from ._softmax import log_softmax, log_softmax_vjp, logsumexp, logsumexp_vjp, softmax, softmax_vjp
+from ._varlen import flash_attention_varlen
 from ._version import __version__
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "analysis",
     "baselines",
     "flash_attention",
+    "flash_attention_varlen",
     "log_softmax",
     "log_softmax_vjp",
     "logsumexp",

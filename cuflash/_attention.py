@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import engine, interop
+from ._sequences import check_sequences
 from .problem import (
     ArraySpec,
     AttentionArrays,
@@ -18,6 +20,9 @@ from .problem import (
     flag,
     require_output,
 )
+
+#: Of the ends of sequences where only their description matters.
+_ENDS = np.dtype(np.int32)
 
 
 def flash_attention(
@@ -165,24 +170,7 @@ def flash_attention(
         method=method,
         check=check,
     )
-    home, core, problem, arrays, outputs, heads, q_strides = call
-    return_lse = flag("return_lse", return_lse) or lse is not None
-    if outputs["workspace"] is not None:
-        have, need = outputs["workspace"].nbytes, core.attention_workspace(problem)
-        if have < need:
-            raise ValueError(f"workspace has {have} bytes; this problem needs {need}")
-    if outputs["out"] is None:
-        outputs["out"] = core.empty(
-            problem.out_shape, problem.dtype, _result_strides(problem, q_strides)
-        )
-    if return_lse and outputs["lse"] is None:
-        outputs["lse"] = core.empty(problem.lse_shape, accumulator(problem.dtype))
-    core.attention(problem, arrays, outputs["out"], outputs["lse"], outputs["workspace"])
-
-    result = home.restore(join_heads(outputs["out"], -4, heads), out)
-    return (
-        (result, home.restore(join_heads(outputs["lse"], -3, heads), lse)) if return_lse else result
-    )
+    return complete(call, return_lse, out, lse)
 
 
 def workspace_size(
@@ -219,7 +207,7 @@ def workspace_size(
     backward : bool
         Ask for the gradients' call instead of the forward.
     varlen : bool
-        q, k and v hold sequences end to end.
+        q, k and v hold sequences end to end, as `flash_attention_varlen` takes them.
     scale, causal, window, query_offset, query_lengths, key_lengths, mask, bias, alibi_slopes, \
 softcap, sinks, enable_gqa, num_splits, method
 
@@ -235,10 +223,15 @@ softcap, sinks, enable_gqa, num_splits, method
     TypeError, ValueError
         As `flash_attention`.
     """
-    flag("backward", backward), flag("varlen", varlen)
+    flag("backward", backward)
     given = AttentionArrays(
         q, k, v, mask, bias, alibi_slopes, sinks, query_offset, query_lengths, key_lengths
     )
+    if flag("varlen", varlen):
+        # Of the sequences it matters only that lengths and offsets are one for each.
+        of_each = [x.shape for x in (query_offset, key_lengths) if hasattr(x, "shape")]
+        ends = ArraySpec((1 + max([math.prod(x) for x in of_each], default=0),), (4,), _ENDS)
+        given = given._replace(cu_seqlens_q=ends, cu_seqlens_k=ends)
     operands, array_options, values = _by_role(given)
     engine_name, described = interop.describe(operands, options=array_options, values=values)
     arrays = AttentionArrays(**described)
@@ -296,7 +289,33 @@ def open_call(
             lengths = getattr(arrays, name)
             if hasattr(lengths, "get"):  # on a GPU; values of the host were checked
                 check_lengths(name, lengths.get(), limit)
+    if problem.sequences is not None:
+        check_sequences(problem, arrays, wait=bool(check))
+        if not problem.sequences:  # there is no element to read
+            arrays = arrays._replace(query_offset=None, key_lengths=None)
     return AttentionCall(home, core, problem, arrays, outputs, heads, arrays.q.strides)
+
+
+def complete(call: AttentionCall, return_lse: object, out: Any, lse: Any) -> Any:
+    """Allocate what the caller did not give, compute, and return the caller's kind of arrays."""
+    home, core, problem, arrays, outputs, heads, q_strides = call
+    return_lse = flag("return_lse", return_lse) or lse is not None
+    if outputs["workspace"] is not None:
+        have, need = outputs["workspace"].nbytes, core.attention_workspace(problem)
+        if have < need:
+            raise ValueError(f"workspace has {have} bytes; this problem needs {need}")
+    if outputs["out"] is None:
+        outputs["out"] = core.empty(
+            problem.out_shape, problem.dtype, _result_strides(problem, q_strides)
+        )
+    if return_lse and outputs["lse"] is None:
+        outputs["lse"] = core.empty(problem.lse_shape, accumulator(problem.dtype))
+    core.attention(problem, arrays, outputs["out"], outputs["lse"], outputs["workspace"])
+
+    result = home.restore(join_heads(outputs["out"], -4, heads), out)
+    return (
+        (result, home.restore(join_heads(outputs["lse"], -3, heads), lse)) if return_lse else result
+    )
 
 
 def _enter(
@@ -317,14 +336,14 @@ def _enter(
 
 
 def _by_role(given: AttentionArrays) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Split the arguments into operands, array options, and lengths and offsets; None is left out.
+    """Split the arguments into operands, array options, and integers; None is left out.
 
     An operand that is None stays, to be refused by name.
     """
     names = given._fields
     operands = dict(zip(names[:3], given[:3], strict=True))
     options = {names[i]: given[i] for i in range(3, 7) if given[i] is not None}
-    values = {names[i]: given[i] for i in range(7, 10) if given[i] is not None}
+    values = {names[i]: given[i] for i in range(7, len(given)) if given[i] is not None}
     return operands, options, values
 
 
@@ -395,9 +414,12 @@ def _group_heads(arrays: AttentionArrays) -> tuple[AttentionArrays, tuple[int, i
     )
     for name in ("mask", "bias"):
         split[name] = _split_axis(name, getattr(arrays, name), -3, heads)
-    for name in ("alibi_slopes", "sinks", "query_offset", "query_lengths", "key_lengths"):
+    of_heads = ["alibi_slopes", "sinks"]
+    if arrays.cu_seqlens_q is None:  # else lengths and offsets are those of sequences
+        of_heads += ["query_offset", "query_lengths", "key_lengths"]
+    for name in of_heads:
         split[name] = _split_axis(name, getattr(arrays, name), -1, heads)
-    return AttentionArrays(**split), heads
+    return arrays._replace(**split), heads
 
 
 def _split_axis(

@@ -146,7 +146,10 @@ def flag(name: str, value: object) -> bool:
 
 
 class AttentionArrays(NamedTuple):
-    """The arrays of one attention call; lengths and offsets may be Python ints."""
+    """The arrays of one attention call; lengths and offsets may be Python ints.
+
+    `cu_seqlens_q` and `cu_seqlens_k` are there if the tokens are sequences end to end.
+    """
 
     q: Any
     k: Any
@@ -158,10 +161,14 @@ class AttentionArrays(NamedTuple):
     query_offset: Any = None
     query_lengths: Any = None
     key_lengths: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
 
 
 _FIRST_INTEGER = AttentionArrays._fields.index("query_offset")
 _INTEGERS = AttentionArrays._fields[_FIRST_INTEGER:]
+_ENDS = ("cu_seqlens_q", "cu_seqlens_k")
+_END_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +180,10 @@ class AttentionProblem:
     + (Tk, Dv)`, `mask` and `bias` `batch_shape + (Tq, Tk)`, the rest `batch_shape`. An absent
     option is None. Query i of an entry stands at position i + offset and sees the keys from
     position - left to position + right, None meaning no bound on that side; causal is right = 0.
+
+    With `cu_seqlens_q` and `cu_seqlens_k`, of shape (sequences + 1,), the token axes hold sequences
+    end to end, and each is what an entry is otherwise: `query_offset` and `key_lengths` have shape
+    (sequences,).
     """
 
     batch_shape: tuple[int, ...]
@@ -192,6 +203,8 @@ class AttentionProblem:
     key_lengths: ArraySpec | None
     num_splits: int | None
     method: str
+    cu_seqlens_q: ArraySpec | None = None
+    cu_seqlens_k: ArraySpec | None = None
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -211,6 +224,16 @@ class AttentionProblem:
     def tk(self) -> int:
         """Number of keys of a batch entry."""
         return self.k.shape[-2]
+
+    @property
+    def mean_tq(self) -> int:
+        """Number of queries of a batch entry, or of a sequence on average."""
+        return -(-self.tq // max(1, self.sequences or 1))
+
+    @property
+    def sequences(self) -> int | None:
+        """Number of sequences that lie end to end; None if an entry is one."""
+        return None if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
     @property
     def d(self) -> int:
@@ -261,7 +284,7 @@ class AttentionProblem:
             None if x is None else (x.shape, x.strides, x.dtype) for x in arrays[:_FIRST_INTEGER]
         ]
         integers = arrays[_FIRST_INTEGER:]
-        if not (integers[0] is integers[1] is integers[2] is None):
+        if any([x is not None for x in integers]):
             layouts += [
                 None if x is None else _describe_integers(name, x)
                 for name, x in zip(_INTEGERS, integers, strict=True)
@@ -319,6 +342,12 @@ def _attention_problem(
     batch = _batch_shape(q=q, k=k, v=v)
     tq, tk = q.shape[-2], k.shape[-2]
 
+    entries, sequences = batch, _sequences(specs)
+    if sequences is not None:
+        entries = (sequences,)
+        for name in ("mask", "bias", "query_lengths"):
+            if getattr(specs, name) is not None:
+                raise ValueError(f"{name} cannot be used with sequences end to end")
     mask = _broadcast("mask", specs.mask, (*batch, tq, tk))
     if mask is not None and mask.dtype != np.bool:
         raise TypeError(
@@ -351,12 +380,32 @@ def _attention_problem(
         bias=floats["bias"],
         alibi_slopes=floats["alibi_slopes"],
         sinks=floats["sinks"],
-        query_offset=_positions("query_offset", specs.query_offset, batch),
-        query_lengths=_positions("query_lengths", specs.query_lengths, batch),
-        key_lengths=_positions("key_lengths", specs.key_lengths, batch),
+        query_offset=_positions("query_offset", specs.query_offset, entries),
+        query_lengths=_positions("query_lengths", specs.query_lengths, entries),
+        key_lengths=_positions("key_lengths", specs.key_lengths, entries),
         num_splits=num_splits,
         method=method,
+        cu_seqlens_q=specs.cu_seqlens_q,
+        cu_seqlens_k=specs.cu_seqlens_k,
     )
+
+
+def _sequences(specs: AttentionArrays) -> int | None:
+    """Return the number of sequences end to end, None if there are no such; validate their ends."""
+    ends = [getattr(specs, name) for name in _ENDS]
+    if ends == [None, None]:
+        return None
+    for name, spec in zip(_ENDS, ends, strict=True):
+        if spec is None or spec == _INTEGER:
+            raise TypeError(f"{name} must be an array of int32 or int64")
+        if spec.dtype not in _END_DTYPES:
+            raise TypeError(f"{name} has dtype {spec.dtype}; accepted are int32 and int64")
+        if len(spec.shape) != 1 or not spec.shape[0]:
+            raise ValueError(
+                f"{name} has shape {spec.shape}; it needs one axis, a 0 and each sequence's end"
+            )
+    require_same("cu_seqlens_k", ends[1].shape[0], "cu_seqlens_q", ends[0].shape[0], "length")
+    return int(ends[0].shape[0]) - 1
 
 
 def _is_hashable(x: object) -> bool:
@@ -433,7 +482,10 @@ def _window(window: object) -> tuple[int | None, int | None]:
 
 
 def _positions(name: str, spec: ArraySpec | None, batch: tuple[int, ...]) -> ArraySpec | None:
-    """Describe lengths or offsets: an integer, or an integer array with the axes of the batch."""
+    """Describe lengths or offsets: an integer, or an integer array with the axes of the batch.
+
+    The axes are those of batch entries, or the one of sequences.
+    """
     if spec is None:
         return None
     if spec == _INTEGER:
@@ -442,8 +494,8 @@ def _positions(name: str, spec: ArraySpec | None, batch: tuple[int, ...]) -> Arr
         raise TypeError(f"{name} has dtype {spec.dtype}; integers are needed")
     if len(spec.shape) != len(batch):
         raise ValueError(
-            f"{name} has shape {spec.shape}; it needs the {len(batch)} axes of the batch shape "
-            f"{batch}, size 1 where it broadcasts"
+            f"{name} has shape {spec.shape}; it needs {len(batch)} axes, those of {batch}, "
+            f"size 1 where it broadcasts"
         )
     return spec.broadcast_to(batch, name)
 

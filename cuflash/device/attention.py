@@ -17,7 +17,7 @@ import numpy as np
 from ..problem import ArraySpec, AttentionArrays, AttentionProblem
 from . import attention_plans as plans
 from . import memory
-from .attention_plans import INTEGER_OPTIONS, AttentionPlan, plan_attention, workspace_bytes
+from .attention_plans import AttentionPlan, plan_attention, workspace_bytes
 from .executor import CurrentDevice, Executor, device_limits
 
 
@@ -41,7 +41,7 @@ def attention(
     """
     with memory.device_of(out):
         executor = CurrentDevice()
-        on_device = np.ndarray not in map(type, arrays[-len(INTEGER_OPTIONS) :])
+        on_device = np.ndarray not in map(type, arrays)
         if on_device and compute(problem, arrays, out, lse, workspace, executor):
             return
         sources = AttentionArrays(*[x if x is None else memory.readable(x) for x in arrays])
@@ -92,7 +92,10 @@ def compute(
         return False
     if plan.workspace and workspace is None:
         workspace = executor.allocate(plan.workspace)
-    integers = [x if type(x) is int else None for x in arrays[-len(INTEGER_OPTIONS) :]]
+    integers = [
+        x if type(x) is int else None
+        for x in (arrays.query_offset, arrays.query_lengths, arrays.key_lengths)
+    ]
     scratch = executor.address(workspace) if plan.workspace else 0
     launch_plan(plan, pointers, integers, scratch, executor)
     return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -29,9 +29,11 @@ from .compiler import KernelName, Launch
 from .executor import DeviceLimits
 from .parameters import (
     ATTENTION_PARAMETERS,
+    BATCH_AXES,
     COMBINE_EVEN,
     COMBINE_LISTED,
     FLOAT_TYPES,
+    INTEGER_TYPES,
     UNLIMITED,
     BatchPlan,
     Slots,
@@ -162,7 +164,7 @@ def simt_tile(problem: AttentionProblem, limits: DeviceLimits) -> SimtTile:
     for choice in SIMT_TILES:
         if (
             choice.accumulator == acc.name
-            and problem.tq <= choice.queries
+            and problem.mean_tq <= choice.queries
             and problem.d <= choice.features
             and problem.dv <= choice.values
             and choice.tile.shared_bytes(acc.itemsize, 1)
@@ -251,8 +253,15 @@ def _forward(problem: AttentionProblem, limits: DeviceLimits) -> _Forward:
     )
 
 
-def _splits(problem: AttentionProblem, tile: SimtTile | MmaTile, limits: DeviceLimits) -> int:
-    """Return the number of shares of the keys."""
+def _splits(problem: AttentionProblem, limits: DeviceLimits) -> int:
+    """Return the number of shares of the keys.
+
+    That of sequences end to end is that of their tokens as one, as if there were no more of them:
+    the workspace is to be known from shapes of tokens.
+    """
+    if problem.sequences is not None:
+        problem = replace(problem, cu_seqlens_q=None, cu_seqlens_k=None)
+    tile = _forward(problem, limits).tile
     tiles = -(-problem.tk // tile.keys)
     if problem.num_splits is not None:
         return max(1, min(problem.num_splits, tiles))
@@ -270,14 +279,22 @@ def _splits(problem: AttentionProblem, tile: SimtTile | MmaTile, limits: DeviceL
 #: Operands in the order of their pointers; `out` and `lse` are the arrays to fill.
 _OPERANDS = (
     "q", "k", "v", "mask", "bias", "alibi_slopes", "sinks",
-    "query_offset", "query_lengths", "key_lengths", "out", "lse",
+    "query_offset", "query_lengths", "key_lengths", "cu_seqlens_q", "cu_seqlens_k", "out", "lse",
 )  # fmt: skip
+_RESULTS = _OPERANDS.index("out")
+#: Where the parameter block describes them, if not under their names.
+_MEMBERS = {name: f"score.{name}" for name in _OPERANDS[3:10]} | {
+    "cu_seqlens_q": "sequences.queries",
+    "cu_seqlens_k": "sequences.keys",
+}
+#: Of packed sequences: what is one for each of them and none of the batch's.
+_OF_SEQUENCES = ("query_offset", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
 _MATRIX_AXES = {"q": 2, "k": 2, "v": 2, "mask": 2, "bias": 2, "out": 2, "lse": 1}
-INTEGER_OPTIONS = ("query_offset", "query_lengths", "key_lengths")
+_INTEGER_OPTIONS = ("query_offset", "query_lengths", "key_lengths")
 _FORWARD_SLOTS = Slots(
     ATTENTION_PARAMETERS,
-    [f"{'score.' * (3 <= i < 10)}{name}.data" for i, name in enumerate(_OPERANDS)]
-    + [f"score.{name}.value" for name in INTEGER_OPTIONS],
+    [f"{_MEMBERS.get(name, name)}.data" for name in _OPERANDS]
+    + [f"score.{name}.value" for name in _INTEGER_OPTIONS],
 )
 _EVEN_SLOTS = Slots(COMBINE_EVEN, ["out.data", "lse.data", "parts.out.data", "parts.lse.data"])
 #: Partial results begin at a multiple of this.
@@ -290,7 +307,7 @@ _COMBINE_THREADS = 256
 @lru_cache(maxsize=4096)
 def workspace_bytes(problem: AttentionProblem, limits: DeviceLimits) -> int:
     """Return the bytes of partial results: (out, lse) of every row for each share of the keys."""
-    splits = _splits(problem, _forward(problem, limits).tile, limits)
+    splits = _splits(problem, limits)
     rows = math.prod(problem.lse_shape)
     if splits == 1 or not rows:
         return 0
@@ -341,9 +358,9 @@ class AttentionPlan:
         ----------
         pointers : sequence of int
             Addresses of q, k, v, mask, bias, alibi_slopes, sinks, query_offset, query_lengths,
-            key_lengths, out and lse; 0 for what is absent or a number.
+            key_lengths, cu_seqlens_q, cu_seqlens_k, out and lse; 0 for what is absent or a number.
         integers : sequence of int or None
-            The last three options where they are numbers.
+            query_offset, query_lengths and key_lengths where they are numbers.
         workspace : int
             Address of `self.workspace` bytes; 0 if that is 0.
         """
@@ -363,9 +380,9 @@ class AttentionPlan:
         partial_out = -(-workspace // _ALIGNMENT) * _ALIGNMENT
         partial = [partial_out, partial_out + self._lse_start]
         for places in self.batch.places(pointers, self.itemsizes):
-            numbers = [*places[:10], *partial, *values]
+            numbers = [*places[:_RESULTS], *partial, *values]
             yield self.forward, _FORWARD_SLOTS.fill(self._forward_block, numbers)
-            results = [*places[10:], *partial]
+            results = [*places[_RESULTS:], *partial]
             yield self.combine, _EVEN_SLOTS.fill(self._combine_block, results)
 
 
@@ -392,26 +409,39 @@ def plan_attention(
     acc = accumulator(problem.dtype)
     forward = _forward(problem, limits)
     tile = forward.tile
-    splits = _splits(problem, tile, limits)
-    row_tiles = -(-problem.tq // tile.queries)
+    splits = _splits(problem, limits)
+    # A sequence's last tile may be a part: there is one more for each, see lib/sequences.cuh.
+    row_tiles = -(-problem.tq // tile.queries) + (problem.sequences or 0)
     column_tiles = max(1, -(-problem.dv // tile.values))
-    named = {name: getattr(problem, name) for name in _OPERANDS[:10]} | {"out": out, "lse": lse}
+    named = {name: getattr(problem, name) for name in _OPERANDS[:_RESULTS]}
+    named |= {"out": out, "lse": lse}
     specs = tuple(named.values())
     blocks_per_entry = max(1, row_tiles * column_tiles * splits)
-    batch = BatchPlan.of(problem.batch_shape, specs, max(1, limits.blocks // blocks_per_entry))
+    most_entries = max(1, limits.blocks // blocks_per_entry)
+    batch = _batch_plan(problem, named, most_entries)
     rows = batch.entries * problem.tq
 
     block = ATTENTION_PARAMETERS.zeros()
     fields = block[0]
     score = fields["score"]
-    batch.write(fields["batch"])
+    axes = batch
+    if problem.sequences is not None:
+        fields["sequences"]["count"] = problem.sequences
+        axes = batch.with_outermost([_sequence_step(name, named[name]) for name in named])
+    axes.write(fields["batch"])
     fields["grid"]["row_tiles"] = row_tiles
     fields["grid"]["column_tiles"] = column_tiles
     fields["grid"]["splits"] = splits
-    for (name, spec), strides in zip(named.items(), batch.strides, strict=True):
+    for (name, spec), strides in zip(named.items(), axes.strides, strict=True):
         if spec is not None:
-            parent = fields if name in fields.dtype.names else score
-            write_array(parent[name], spec, strides, _MATRIX_AXES.get(name, 0))
+            member = fields
+            for part in _MEMBERS.get(name, name).split("."):
+                member = member[part]
+            if name in ("cu_seqlens_q", "cu_seqlens_k"):
+                member["stride"] = spec.strides[0] // spec.dtype.itemsize
+                member["type"] = INTEGER_TYPES.index(spec.dtype.name)
+            else:
+                write_array(member, spec, strides, _MATRIX_AXES.get(name, 0))
     fields["features"], fields["values"] = problem.d, problem.dv
     fields["out_is_wide"] = splits > 1 or out.dtype != problem.dtype
     score["queries"], score["keys"] = problem.tq, problem.tk
@@ -426,6 +456,8 @@ def plan_attention(
         parts = combine_block[0]["parts"]
         for name in ("out", "lse"):
             fields[name] = parts[name]
+            shift = len(axes.sizes) - len(batch.sizes)
+            fields[name]["batch_stride"] = np.roll(parts[name]["batch_stride"], shift)
             fields[f"{name}_split"] = parts[f"{name}_step"]
 
     fields["queries_stay"] = forward.queries_stay
@@ -456,6 +488,22 @@ def plan_attention(
         _lse_start=splits * rows * problem.dv * acc.itemsize,
         _moduli=_moduli(specs),
     )
+
+
+def _batch_plan(
+    problem: AttentionProblem, named: dict[str, ArraySpec | None], most_entries: int
+) -> BatchPlan:
+    """Plan the batch axes of the operands; those of sequences have none."""
+    if problem.sequences is None:
+        return BatchPlan.of(problem.batch_shape, tuple(named.values()), most_entries)
+    specs = [None if name in _OF_SEQUENCES else spec for name, spec in named.items()]
+    return BatchPlan.of(problem.batch_shape, specs, most_entries, BATCH_AXES - 1)
+
+
+def _sequence_step(name: str, spec: ArraySpec | None) -> int:
+    """Return the elements from one sequence's entry to the next one's."""
+    of_each = name in ("query_offset", "key_lengths")
+    return spec.strides[0] // spec.dtype.itemsize if of_each and spec is not None else 0
 
 
 def _moduli(specs: Sequence[ArraySpec | None]) -> tuple[int, ...]:

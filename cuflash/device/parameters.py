@@ -41,6 +41,12 @@ ENTRY_INTEGER = ParameterBlock(
 GRID = ParameterBlock(
     "cuflash::Grid", {"row_tiles": np.int64, "column_tiles": np.int32, "splits": np.int32}
 )
+SEQUENCE_ENDS = ParameterBlock(
+    "cuflash::SequenceEnds", {"data": np.uintp, "stride": np.int64, "type": np.int32}
+)
+SEQUENCES = ParameterBlock(
+    "cuflash::Sequences", {"queries": SEQUENCE_ENDS, "keys": SEQUENCE_ENDS, "count": np.int64}
+)
 SCORE_PARAMETERS = ParameterBlock(
     "cuflash::ScoreParameters",
     {
@@ -77,6 +83,7 @@ ATTENTION_PARAMETERS = ParameterBlock(
         "out_is_wide": np.int32,
         "queries_stay": np.int32,
         "score": SCORE_PARAMETERS,
+        "sequences": SEQUENCES,
     },
 )
 LISTED_PARTS_BLOCK = ParameterBlock(
@@ -161,7 +168,11 @@ class BatchPlan(NamedTuple):
 
     @classmethod
     def of(
-        cls, shape: tuple[int, ...], specs: Sequence[ArraySpec | None], most_entries: int
+        cls,
+        shape: tuple[int, ...],
+        specs: Sequence[ArraySpec | None],
+        most_entries: int,
+        most_axes: int = BATCH_AXES,
     ) -> BatchPlan:
         """Merge the operands' first len(shape) axes; at most `most_entries` entries a launch."""
         sizes: list[int] = []
@@ -178,7 +189,7 @@ class BatchPlan(NamedTuple):
             else:
                 sizes.append(size)
                 steps.append(step)
-        cut = max(0, len(sizes) - BATCH_AXES)
+        cut = max(0, len(sizes) - most_axes)
         while cut < len(sizes) and math.prod(sizes[cut:]) > most_entries:
             cut += 1
 
@@ -210,6 +221,13 @@ class BatchPlan(NamedTuple):
             return self, 1, (0,) * len(self.strides)
         batch = self._replace(sizes=self.sizes[:-1], strides=tuple(s[:-1] for s in self.strides))
         return batch, self.sizes[-1], tuple(s[-1] for s in self.strides)
+
+    def with_outermost(self, strides: Sequence[int]) -> BatchPlan:
+        """Return the plan with one more axis in front, of size 1, by which operands step so."""
+        return self._replace(
+            sizes=(1, *self.sizes),
+            strides=tuple((step, *s) for step, s in zip(strides, self.strides, strict=True)),
+        )
 
     def dense_strides(self, inner: int) -> tuple[int, ...]:
         """Return the strides of C-ordered entries of `inner` elements."""

@@ -12,17 +12,17 @@ the others, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..engine import ATTENTION_METHODS
-from ..problem import AttentionArrays, AttentionProblem, accumulator
-from .online import merge_attention, shift
+from ..problem import ArraySpec, AttentionArrays, AttentionProblem, accumulator
+from .online import divisor, merge_attention, shift
 from .score import (
     Index,
     Visible,
@@ -205,6 +205,63 @@ def attention(
 ) -> None:
     """Fill `out` and, unless None, `lse`."""
     del workspace
+    pieces = [_Piece(problem, arrays, out, lse)]
+    if problem.sequences is not None:
+        out[...] = 0  # rows past the last sequence
+        if lse is not None:
+            lse[...] = -np.inf
+        pieces = list(_sequences(*pieces[0]))
+    tasks: list[Callable[[], None]] = []
+    merges: list[Callable[[], None]] = []
+    for piece in pieces:
+        _plan_tasks(piece, tasks, merges)
+    run(tasks)
+    for merge in merges:
+        merge()
+
+
+class _Piece(NamedTuple):
+    """A problem of entries with their own tokens, and its arrays."""
+
+    problem: AttentionProblem
+    arrays: AttentionArrays
+    out: np.ndarray
+    lse: np.ndarray | None
+
+
+def _sequences(
+    problem: AttentionProblem, arrays: AttentionArrays, out: np.ndarray, lse: np.ndarray | None
+) -> Iterator[_Piece]:
+    """Yield each sequence of those that lie end to end as a problem of its own, on views."""
+    ends_q, ends_k = arrays.cu_seqlens_q, arrays.cu_seqlens_k
+    integers = {
+        name: np.broadcast_to(x, len(ends_q) - 1)
+        for name in ("query_offset", "key_lengths")
+        if (x := getattr(arrays, name)) is not None
+    }
+    for e in range(len(ends_q) - 1):
+        rows, keys = slice(*ends_q[e : e + 2]), slice(*ends_k[e : e + 2])
+        own = arrays._replace(
+            q=arrays.q[..., rows, :],
+            k=arrays.k[..., keys, :],
+            v=arrays.v[..., keys, :],
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            **{name: np.broadcast_to(x[e], problem.batch_shape) for name, x in integers.items()},
+        )
+        specs: dict[str, Any] = {name: ArraySpec.of(getattr(own, name)) for name in integers}
+        for name in ("q", "k", "v"):
+            spec = ArraySpec.of(getattr(own, name))
+            specs[name] = spec.broadcast_to((*problem.batch_shape, *spec.shape[-2:]), name)
+        described = replace(problem, **specs, cu_seqlens_q=None, cu_seqlens_k=None)
+        yield _Piece(described, own, out[..., rows, :], None if lse is None else lse[..., rows])
+
+
+def _plan_tasks(
+    piece: _Piece, tasks: list[Callable[[], None]], merges: list[Callable[[], None]]
+) -> None:
+    """Add what is to be done for a problem, and what after that if its keys are split."""
+    problem, arrays, out, lse = piece
     if 0 in problem.lse_shape:
         return
     plan = TilePlan.of(problem)
@@ -212,7 +269,6 @@ def attention(
         _attend_rows(problem, plan, arrays, (), [slice(0, problem.tq)], _Part(0, 1, out, lse))
         return
     tiles = -(-problem.tk // plan.keys)
-    results: list[tuple[np.ndarray, np.ndarray]] = []
     if plan.splits == 1:
         parts = [_Part(0, tiles, out, lse)]
     else:
@@ -225,23 +281,19 @@ def attention(
             _Part(first, last, *result)
             for (first, last), result in zip(pairwise(edges), results, strict=True)
         ]
+        merged_lse = np.empty(problem.lse_shape, dtype) if lse is None else lse
+        merges.append(partial(merge_attention, results, out, merged_lse))
 
     row_tiles = [slice(i, min(i + plan.rows, problem.tq)) for i in range(0, problem.tq, plan.rows)]
     blocks = [(index, part) for index in plan.batches(problem.batch_shape) for part in parts]
     # Row tiles of one batch slice share its converted keys and values, so they stay together unless
     # that leaves cores idle. Every n-th tile makes a share, since causal tiles grow with the row.
     shares = min(len(row_tiles), -(-4 * worker_count() // len(blocks)))
-    run(
-        [
-            partial(_attend_rows, problem, plan, arrays, index, row_tiles[share::shares], part)
-            for index, part in blocks
-            for share in range(shares)
-        ]
-    )
-    if results:
-        if lse is None:
-            lse = np.empty(problem.lse_shape, plan.dtype)
-        merge_attention(results, out, lse)
+    tasks += [
+        partial(_attend_rows, problem, plan, whole, index, row_tiles[share::shares], part)
+        for index, part in blocks
+        for share in range(shares)
+    ]
 
 
 def _has_fixed_layout(x: np.ndarray, dtype: np.dtype) -> bool:

@@ -1,7 +1,8 @@
 """What cuflash is tested with, for testing any implementation of attention or softmax.
 
-Cases describe inputs (`AttentionCase`, `SoftmaxCase`, `MergeCase`), strategies draw them
-(`attention_problems`, `softmax_problems`, `merge_problems`: these need hypothesis), bounds say how
+Cases describe inputs (`AttentionCase`, `VarlenCase`, `SoftmaxCase`, `MergeCase`), strategies draw
+them (`attention_problems`, `varlen_problems`, `softmax_problems`, `merge_problems`: these need
+hypothesis), bounds say how
 exact a result must be, and properties, functions of a callable and a case, say what must hold.
 `cuflash.testing.adapters` has other libraries behind our signatures, and `cuflash.testing.fuzz`
 (which needs hypothesis, too) holds an implementation to all of it, as the command ``cuflash fuzz``.
@@ -23,17 +24,25 @@ from cuflash.testing.cases import ALL_CASES
 from cuflash.testing.problems import AttentionCase, SoftmaxCase
 from cuflash.testing.properties import ATTENTION_PROPERTIES
 from cuflash.testing.softmax_properties import SOFTMAX_PROPERTIES, MergeCase
+from cuflash.testing.varlen import VARLEN_PROPERTIES, VarlenCase
 
 if TYPE_CHECKING:
-    from cuflash.testing.strategies import attention_problems, merge_problems, softmax_problems
+    from cuflash.testing.strategies import (
+        attention_problems,
+        merge_problems,
+        softmax_problems,
+        varlen_problems,
+    )
 
 __all__ = [
     "AttentionCase",
     "SoftmaxCase",
     "MergeCase",
+    "VarlenCase",
     "attention_problems",
     "softmax_problems",
     "merge_problems",
+    "varlen_problems",
     "Expected",
     "ExpectedAttention",
     "error_bound",
@@ -44,13 +53,14 @@ __all__ = [
     "assert_softmax_close",
     "ATTENTION_PROPERTIES",
     "SOFTMAX_PROPERTIES",
+    "VARLEN_PROPERTIES",
     "ALL_CASES",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # The one module that needs hypothesis is imported when one of its names is asked for.
-    if name in ("attention_problems", "softmax_problems", "merge_problems"):
+    if name in ("attention_problems", "softmax_problems", "merge_problems", "varlen_problems"):
         from cuflash.testing import strategies
 
         return getattr(strategies, name)

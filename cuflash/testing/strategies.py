@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from cuflash.testing.problems import (
     SoftmaxCase,
 )
 from cuflash.testing.softmax_properties import MergeCase
+from cuflash.testing.varlen import VARLEN_OPTIONS, VarlenCase
 
 #: Options of attention that can be drawn, by their names as keyword arguments.
 OPTIONS = (
@@ -172,6 +174,59 @@ def _options(
         drawn["bias_dtype"] = draw(st.sampled_from(DTYPES))
         drawn["bias_minus_inf"] = draw(st.booleans())
     return drawn
+
+
+@st.composite
+def varlen_problems(
+    draw: st.DrawFn,
+    /,
+    *,
+    borders: Sequence[int] = (16, 64, 128),
+    max_tokens: int = 130,
+    max_sequences: int = 6,
+    max_features: int = 40,
+    max_batch_axes: int = 2,
+    **others: Any,
+) -> VarlenCase:
+    """Draw sequences that lie end to end.
+
+    Parameters
+    ----------
+    draw
+        Given by hypothesis.
+    borders, max_tokens
+        Of one sequence, as in `attention_problems`.
+    max_sequences
+        Largest number of sequences.
+    max_features, max_batch_axes, **others
+        As in `attention_problems`.
+
+    Returns
+    -------
+    VarlenCase
+        What was drawn.
+    """
+    length = sizes(0, max_tokens, borders)
+    lengths = draw(st.lists(st.tuples(length, length), max_size=max_sequences).map(tuple))
+    past = st.sampled_from((0, 0, 1, 5))
+    whole = draw(
+        attention_problems(
+            options=VARLEN_OPTIONS,
+            max_tokens=1,
+            max_features=max_features,
+            max_batch_axes=max_batch_axes,
+            **others,
+        )
+    )
+    tq, tk = (sum(n) for n in zip((0, 0), *lengths, strict=True))
+    return VarlenCase(
+        whole=replace(whole, tq=tq + draw(past), tk=tk + draw(past), unseen=None),
+        lengths=lengths,
+        query_offset=draw(st.booleans()),
+        key_lengths=draw(st.booleans()),
+        ends_dtype=draw(st.sampled_from(("int32", "int64"))),
+        ends_layout=draw(st.sampled_from(("contiguous", "offset", "unaligned", "byteswapped"))),
+    )
 
 
 @st.composite

@@ -4,6 +4,7 @@
 #include "attention/parameters.cuh"
 #include "lib/scheduler.cuh"
 #include "lib/score.cuh"
+#include "lib/sequences.cuh"
 
 namespace cuflash {
 
@@ -12,9 +13,10 @@ template <typename T, typename Score>
 struct BlockWork {
     BatchIndex index;
     Work work;
+    Segment segment;
     Matrix<const T> q, k, v;
     Score score;
-    int64 first_row, end_row;      // query rows of the block
+    int64 first_row, end_row;      // query rows of the block; none if end_row <= first_row
     int64 first_value, end_value;  // columns of v and out
     KeyRange any, all;             // keys that at least one row sees, that all rows see
     TileRange tiles;
@@ -25,23 +27,32 @@ struct BlockWork {
                                           int keys) {
         const Work decoded = Work::of(p.grid, blockIdx.x);
         decode_batch(p.batch, decoded.entry, index);
-        __syncthreads();
-        const int64 first = decoded.row_tile * rows, end = min(first + rows, p.score.queries);
         if (threadIdx.x == 0) {
             work = decoded;
+            const int64 queries = p.score.queries, all_keys = p.score.keys;
+            segment = {0, queries, queries, 0, all_keys, 0};
+            if (p.sequences.queries.data) {
+                segment = Segment::find(p.sequences, queries, all_keys, decoded.row_tile, rows);
+                index.on_axis[0] = min(segment.index, max(p.sequences.count - 1, 0LL));
+            }
+            first_row = segment.row_of(decoded.row_tile, rows);
+            end_row = min(first_row + rows, segment.end);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
             q = Matrix<const T>::of(p.q, p.batch, index);
-            first_row = first;
-            end_row = end;
             first_value = int64(decoded.column_tile) * columns;
             end_value = min(first_value + columns, p.values);
             redo = 0;
         } else if (threadIdx.x == 32) {
             k = Matrix<const T>::of(p.k, p.batch, index);
             v = Matrix<const T>::of(p.v, p.batch, index);
+            k.data += segment.first_key * k.row_stride;
+            v.data += segment.first_key * v.row_stride;
         } else if (threadIdx.x == 64) {
-            score.load(p.score, p.batch, index);
-            any = score.range_of_any(first, end);
-            all = score.range_of_all(first, end);
+            score.load(p.score, p.batch, index, segment);
+            any = score.range_of_any(first_row, end_row);
+            all = score.range_of_all(first_row, end_row);
             tiles = TileRange::of(any, keys, decoded.split, p.grid.splits);
         }
         __syncthreads();

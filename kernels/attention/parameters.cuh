@@ -3,6 +3,7 @@
 
 #include "lib/scheduler.cuh"
 #include "lib/score.cuh"
+#include "lib/sequences.cuh"
 
 namespace cuflash {
 
@@ -16,6 +17,7 @@ struct AttentionParameters {
     int out_is_wide;             // out has the accumulator's type
     int queries_stay;            // shared memory holds all features of a block's queries
     ScoreParameters score;
+    Sequences sequences;  // if there are any, `batch` has an axis for them in front, of size 1
 };
 
 // Where the results of one entry and share go: out in T or unrounded, lse if it is asked for.

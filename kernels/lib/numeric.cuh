@@ -92,6 +92,10 @@ __device__ __forceinline__ bool is_nan(double x) {
     return x != x;
 }
 
+__device__ __forceinline__ int64 clamp(int64 x, int64 low, int64 high) {
+    return x < low ? low : x > high ? high : x;
+}
+
 // The larger operand; the other one where one is NaN.
 __device__ __forceinline__ float maximum(float a, float b) {
     return fmaxf(a, b);

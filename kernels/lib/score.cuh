@@ -18,6 +18,7 @@
 #include "lib/numeric.cuh"
 #include "lib/runtime_dtype.cuh"
 #include "lib/scheduler.cuh"
+#include "lib/sequences.cuh"
 
 namespace cuflash {
 
@@ -30,7 +31,7 @@ struct EntryInteger {
 };
 
 struct ScoreParameters {
-    int64 queries, keys;  // Tq, Tk
+    int64 queries, keys;  // Tq, Tk: all tokens of the axes
     int64 left, right;    // window sides, kUnlimited for none
     double scale;
     double softcap;      // 0: none
@@ -57,27 +58,26 @@ struct RowPairs {
     __device__ __forceinline__ bool has(int column) const { return column >= low && column < high; }
 };
 
-__device__ __forceinline__ int64 clamp(int64 x, int64 low, int64 high) {
-    return x < low ? low : x > high ? high : x;
-}
-
 // ------------------------------------------------------------------------------------- bounds
 
-// Lengths and position of one batch entry. Values that come from device memory were checked by
-// nobody: lengths are clamped to the arrays.
+// Lengths and position of one sequence. Values that come from device memory were checked by nobody:
+// lengths are clamped to the sequence.
 struct EntryBounds {
-    int64 queries, keys;  // used lengths
-    int64 offset;         // position of query 0 among the keys
+    int64 queries;  // the first row that is not used
+    int64 keys;     // used keys
+    int64 offset;   // position of row 0 among the keys
     int64 left, right;
 
     __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes& axes,
-                                         const BatchIndex& index) {
+                                         const BatchIndex& index, const Segment& segment) {
         left = p.left;
         right = p.right;
-        queries = clamp(read(p.query_lengths, axes, index), 0, p.queries);
-        keys = clamp(read(p.key_lengths, axes, index), 0, p.keys);
-        offset = p.default_offset ? keys - queries
+        const int64 rows = clamp(read(p.query_lengths, axes, index), 0, segment.rows);
+        keys = clamp(read(p.key_lengths, axes, index), 0, segment.keys);
+        queries = segment.start + rows;
+        offset = p.default_offset ? keys - rows
                                   : clamp(read(p.query_offset, axes, index), -kFarthest, kFarthest);
+        offset -= segment.start;
     }
 
     // Empty for rows past the end.
@@ -209,10 +209,10 @@ struct Score : private Steps... {
     EntryBounds bounds;
 
     __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes& axes,
-                                         const BatchIndex& index) {
+                                         const BatchIndex& index, const Segment& segment) {
         scale = A(p.scale);
         sink = read_entry(p.sinks, axes, index, -infinity<A>());
-        bounds.load(p, axes, index);
+        bounds.load(p, axes, index, segment);
         (static_cast<Steps&>(*this).load(p, axes, index), ...);
     }
 

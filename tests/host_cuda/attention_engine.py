@@ -15,7 +15,7 @@ from cuflash import engine, host
 from cuflash.device.attention import compute, respecified
 from cuflash.device.attention_plans import attention_methods, workspace_bytes
 from cuflash.device.online import merge
-from cuflash.problem import AttentionArrays
+from cuflash.problem import AttentionArrays, AttentionProblem
 from cuflash.testing.bounds import assert_attention_close, expect_attention
 from tests.host_cuda.builder import Edit
 from tests.host_cuda.engine import HostExecutor
@@ -69,6 +69,20 @@ def check_bounds(**options):
                     out, lse = np.empty((2, tq, dv), np.float32), np.empty((2, tq), np.float32)
                     cuflash.flash_attention(q, k, v, **more, out=out, lse=lse, num_splits=splits)
                     assert_attention_close(out, lse, expect_attention(q, k, v, **more))
+            check_wild_ends(emulated, q, k, v)
+
+
+def check_wild_ends(emulated, q, k, v):
+    """Attend with ends of sequences that are none, each array being of exactly its bytes."""
+    far = 2**62
+    for wild in ([0, far, -far, 20], [9, 3, -1, far], [-far, -far, -far, -far], [far] * 4):
+        good = np.zeros(len(wild), np.int64)
+        arrays = AttentionArrays(q, k, v, cu_seqlens_q=good, cu_seqlens_k=good)
+        problem = AttentionProblem.of(arrays, causal=True)
+        ends = np.array(wild, np.int64)
+        arrays = arrays._replace(cu_seqlens_q=ends, cu_seqlens_k=ends[::-1].copy())
+        out, lse = np.empty(problem.out_shape, np.float32), np.empty(problem.lse_shape, np.float32)
+        emulated.attention(problem, arrays, out, lse, None)
 
 
 if __name__ == "__main__":

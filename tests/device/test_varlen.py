@@ -1,0 +1,110 @@
+"""Sequences end to end on a GPU: the laws of the kit, and ends that live there."""
+
+from functools import partial
+
+import cupy
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import cuflash
+from cuflash.device.attention_plans import attention_kernels
+from cuflash.device.compiler import warm
+from cuflash.problem import FLOATS
+from cuflash.testing.bounds import assert_attention_close, expect_attention
+from cuflash.testing.strategies import varlen_problems
+from cuflash.testing.varlen import VARLEN_PROPERTIES
+from tests.device.test_attention import METHODS, normal, on_device
+
+pytestmark = pytest.mark.gpu
+
+PROBLEMS = varlen_problems(borders=(16, 32, 64, 128), max_tokens=200, max_features=140)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """Compile everything that these tests can launch, in parallel."""
+    warm(kernel for dtype in FLOATS for kernel in attention_kernels(dtype))
+
+
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("law", VARLEN_PROPERTIES)
+def test_property(law, method, splits):
+    call = partial(cuflash.flash_attention_varlen, method=method, num_splits=splits)
+
+    @settings(max_examples=max(1, settings().max_examples // (2 if splits is None else 5)))
+    @given(case=PROBLEMS)
+    def holds(case):
+        VARLEN_PROPERTIES[law](on_device(call), case)
+
+    holds()
+
+
+@pytest.mark.parametrize("where", [np, cupy])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_many_sequences(where, dtype):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 80, (2, 700))
+    ends_q, ends_k = np.concatenate([np.zeros((2, 1), int), lengths.cumsum(axis=1)], axis=1)
+    shapes = ((4, ends_q[-1], 64), (2, ends_k[-1], 64), (2, ends_k[-1], 32))
+    q, k, v = (normal(seed, *shape, dtype=dtype) for seed, shape in enumerate(shapes))
+    options = {"causal": True, "enable_gqa": True}
+    ends = map(where.asarray, (ends_q, ends_k))
+    out, lse = cuflash.flash_attention_varlen(q, k, v, *ends, **options, return_lse=True)
+    for e in (0, 1, 349, 350, 698, 699):
+        rows, keys = slice(*ends_q[e : e + 2]), slice(*ends_k[e : e + 2])
+        own = [cupy.asnumpy(x) for x in (q[:, rows], k[:, keys], v[:, keys])]
+        expected = expect_attention(*own, **options)
+        assert_attention_close(cupy.asnumpy(out[:, rows]), cupy.asnumpy(lse[:, rows]), expected)
+
+
+def test_ends_on_the_device_are_not_read_by_the_host():
+    q, k, v = normal(0, 5, 8), normal(1, 9, 8), normal(2, 9, 8)
+    good = np.array([0, 2, 5]), np.array([0, 4, 9])
+    for name, at, value, tame in (
+        ("cu_seqlens_q", 0, 1, 0),
+        ("cu_seqlens_q", 1, -7, 0),
+        ("cu_seqlens_k", 1, 2**40, 9),
+        ("cu_seqlens_k", 2, 2**62, 9),
+    ):
+        ends = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(np.copy, good), strict=True))
+        ends[name][at] = tame
+        expected = cuflash.reference.attention_varlen(*map(cupy.asnumpy, (q, k, v)), **ends)[0]
+        ends[name][at] = value
+        wild = {n: cupy.asarray(x) for n, x in ends.items()}
+        out = cuflash.flash_attention_varlen(q, k, v, **wild)
+        np.testing.assert_allclose(cupy.asnumpy(out), expected, rtol=0, atol=1e-5)
+        with pytest.raises(ValueError, match=name):
+            cuflash.flash_attention_varlen(q, k, v, **wild, check=True)
+        with pytest.raises(ValueError, match=name):
+            cuflash.flash_attention_varlen(q, k, v, **ends)
+
+
+def test_a_call_can_be_captured_into_a_graph():
+    q, k, v = (cupy.zeros((2, 300, 40), np.float32) for _ in range(3))
+    ends = cupy.zeros(5, np.int32)
+    out, lse = cupy.empty_like(q), cupy.empty(q.shape[:-1], np.float32)
+    call = partial(
+        cuflash.flash_attention_varlen, q, k, v, ends, ends, out=out, lse=lse, num_splits=1
+    )
+    call()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        call()
+        graph = stream.end_capture()
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        values = [rng.normal(size=x.shape).astype(np.float32) for x in (q, k, v)]
+        now = np.sort(rng.integers(0, 301, 5)).astype(np.int32)
+        now[0] = 0
+        for x, value in zip((q, k, v, ends), (*values, now), strict=True):
+            x.set(value)
+        out.fill(np.nan)
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        expected = cuflash.reference.attention_varlen(*values, now, now)
+        np.testing.assert_allclose(cupy.asnumpy(out), expected[0], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(cupy.asnumpy(lse), expected[1], rtol=0, atol=1e-5)
