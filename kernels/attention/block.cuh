@@ -16,14 +16,15 @@ struct BlockWork {
     Segment segment;
     Matrix<const T> q, k, v;
     Score score;
-    int64 first_row, end_row;      // query rows of the block; none if end_row <= first_row
+    int64 first_row, end_row;      // query rows of the block
     int64 first_value, end_value;  // columns of v and out
     KeyRange any, all;             // keys that at least one row sees, that all rows see
     TileRange tiles;
     int redo;  // a row met a non-finite value
 
-    // To be called by all threads, of at least three warps: each sets up a part.
-    __device__ __forceinline__ void begin(const AttentionParameters& p, int rows, int columns,
+    // To be called by all threads, of at least three warps: each sets up a part. False, for all of
+    // them, if there is no row.
+    __device__ __forceinline__ bool begin(const AttentionParameters& p, int rows, int columns,
                                           int keys) {
         const Work decoded = Work::of(p.grid, blockIdx.x);
         decode_batch(p.batch, decoded.entry, index);
@@ -39,6 +40,7 @@ struct BlockWork {
             end_row = min(first_row + rows, segment.end);
         }
         __syncthreads();
+        if (first_row >= end_row) return false;
         if (threadIdx.x == 0) {
             q = Matrix<const T>::of(p.q, p.batch, index);
             first_value = int64(decoded.column_tile) * columns;
@@ -56,6 +58,7 @@ struct BlockWork {
             tiles = TileRange::of(any, keys, decoded.split, p.grid.splits);
         }
         __syncthreads();
+        return true;
     }
 };
 

@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     unsigned char* const keys = queries + Tile::kQueryBytes;
     unsigned char* const values = keys + 2 * Tile::kKeyBytes;
     __shared__ BlockWork<T, Score> block;
-    block.begin(p, Tile::kQueries, kValues, kKeys);
+    if (!block.begin(p, Tile::kQueries, kValues, kKeys)) return;
 
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 * Tile::kWarpRows;

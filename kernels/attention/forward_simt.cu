@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     A* const weights = values + kKeys * Tile::kValues;
     A* const queries = weights + Tile::kQueries * Tile::kWeightStride;
     __shared__ BlockWork<T, Score> block;
-    block.begin(p, Tile::kQueries, Tile::kValues, kKeys);
+    if (!block.begin(p, Tile::kQueries, Tile::kValues, kKeys)) return;
 
     const LanePosition lane;
     const int warp_row = threadIdx.x / 32 * Tile::kWarpRows;
