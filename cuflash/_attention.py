@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import engine, interop
+from ._options import choose_method, flag
 from ._sequences import check_sequences
 from .problem import (
+    FIRST_INTEGER,
     ArraySpec,
     AttentionArrays,
     AttentionProblem,
     accumulator,
     check_lengths,
-    choose_method,
-    flag,
+    head_axes,
     require_output,
 )
 
@@ -234,11 +235,9 @@ softcap, sinks, enable_gqa, num_splits, method
         given = given._replace(cu_seqlens_q=ends, cu_seqlens_k=ends)
     operands, array_options, values = _by_role(given)
     engine_name, described = interop.describe(operands, options=array_options, values=values)
-    arrays = AttentionArrays(**described)
-    if flag("enable_gqa", enable_gqa):
-        arrays, _ = _group_heads(arrays)
     problem = AttentionProblem.of(
-        arrays,
+        AttentionArrays(**described),
+        enable_gqa=enable_gqa,
         scale=scale,
         causal=causal,
         window=window,
@@ -259,6 +258,7 @@ class AttentionCall(NamedTuple):
     problem: AttentionProblem
     arrays: AttentionArrays
     outputs: dict[str, Any]
+    """Those that were given."""
     heads: tuple[int, int] | None
     """(Key heads, query heads for each) if `enable_gqa` split the head axes in two."""
     q_strides: tuple[int, ...]
@@ -272,18 +272,19 @@ def open_call(
     check: object = False,
     **options: Any,
 ) -> AttentionCall:
-    """Recognise and validate the arguments of an attention call."""
+    """Recognise and validate the arguments of an attention call; outputs may be None."""
     home, arrays, outputs = _enter(given, outputs_given)
-    heads = None
-    if flag("enable_gqa", enable_gqa):
-        arrays, heads = _group_heads(arrays)
+    core = engine.load(home.engine)
+    problem = AttentionProblem.of(arrays, enable_gqa=enable_gqa, **options)
+    heads = (problem.batch_shape[-2], problem.batch_shape[-1]) if enable_gqa else None
+    _check_method(problem, core, home.engine)
+    if outputs:
+        _check_outputs(problem, outputs, arrays, heads)
+    if heads is not None:
+        arrays = _group_heads(arrays, heads)
         for name, axis in (("out", -3), ("lse", -2)):
             if name in outputs:
-                outputs[name] = _split_axis(name, outputs[name], axis, heads, required=True)
-    core = engine.load(home.engine)
-    problem = AttentionProblem.of(arrays, **options)
-    _check_method(problem, core, home.engine)
-    _check_outputs(problem, outputs, arrays)
+                outputs[name] = _split_axis(outputs[name], axis, heads)
     if flag("check", check):
         for name, limit in (("query_lengths", problem.tq), ("key_lengths", problem.tk)):
             lengths = getattr(arrays, name)
@@ -300,39 +301,35 @@ def complete(call: AttentionCall, return_lse: object, out: Any, lse: Any) -> Any
     """Allocate what the caller did not give, compute, and return the caller's kind of arrays."""
     home, core, problem, arrays, outputs, heads, q_strides = call
     return_lse = flag("return_lse", return_lse) or lse is not None
-    if outputs["workspace"] is not None:
+    if "workspace" in outputs:
         have, need = outputs["workspace"].nbytes, core.attention_workspace(problem)
         if have < need:
             raise ValueError(f"workspace has {have} bytes; this problem needs {need}")
-    if outputs["out"] is None:
-        outputs["out"] = core.empty(
-            problem.out_shape, problem.dtype, _result_strides(problem, q_strides)
-        )
-    if return_lse and outputs["lse"] is None:
-        outputs["lse"] = core.empty(problem.lse_shape, accumulator(problem.dtype))
-    core.attention(problem, arrays, outputs["out"], outputs["lse"], outputs["workspace"])
+    result, result_lse = outputs.get("out"), outputs.get("lse")
+    if result is None:
+        strides = _result_strides(problem, q_strides)
+        result = core.empty(problem.out_shape, problem.dtype, strides)
+    if return_lse and result_lse is None:
+        result_lse = core.empty(problem.lse_shape, accumulator(problem.dtype))
+    core.attention(problem, arrays, result, result_lse, outputs.get("workspace"))
 
-    result = home.restore(join_heads(outputs["out"], -4, heads), out)
-    return (
-        (result, home.restore(join_heads(outputs["lse"], -3, heads), lse)) if return_lse else result
-    )
+    result = home.restore(join_heads(result, -4, heads), out)
+    return (result, home.restore(join_heads(result_lse, -3, heads), lse)) if return_lse else result
 
 
 def _enter(
     given: AttentionArrays, outputs_given: dict[str, Any]
 ) -> tuple[interop.Home, AttentionArrays, dict[str, Any]]:
-    """Recognise the arrays and outputs of a call."""
-    values = [x for x in given[7:] if type(x) is not int]
-    others = [x for x in (*given[3:7], *values, *outputs_given.values()) if x is not None]
-    home = interop.cupy_home(*given[:3], *others)
+    """Recognise the arrays of a call and those outputs that are given."""
+    outputs = {name: x for name, x in outputs_given.items() if x is not None}
+    options = [x for x in given[3:] if x is not None and type(x) is not int]
+    home = interop.cupy_home(*given[:3], *options, *outputs.values())
     if home is not None:
-        return home, given, dict(outputs_given)
-    operands, array_options, values_by_name = _by_role(given)
-    home, native = interop.enter(
-        operands, options=array_options, values=values_by_name, outputs=outputs_given
-    )
-    outputs = {name: native.pop(name) for name in outputs_given}
-    return home, AttentionArrays(**native), outputs
+        return home, given, outputs
+    operands, array_options, values = _by_role(given)
+    home, native = interop.enter(operands, options=array_options, values=values, outputs=outputs)
+    arrays = AttentionArrays._make(map(native.get, AttentionArrays._fields))
+    return home, arrays, {name: native[name] for name in outputs}
 
 
 def _by_role(given: AttentionArrays) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -340,10 +337,12 @@ def _by_role(given: AttentionArrays) -> tuple[dict[str, Any], dict[str, Any], di
 
     An operand that is None stays, to be refused by name.
     """
-    names = given._fields
-    operands = dict(zip(names[:3], given[:3], strict=True))
-    options = {names[i]: given[i] for i in range(3, 7) if given[i] is not None}
-    values = {names[i]: given[i] for i in range(7, len(given)) if given[i] is not None}
+    operands = {"q": given[0], "k": given[1], "v": given[2]}
+    options: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for i in range(3, len(given)):
+        if given[i] is not None:
+            (options if i < FIRST_INTEGER else values)[given._fields[i]] = given[i]
     return operands, options, values
 
 
@@ -356,20 +355,24 @@ def _check_method(problem: AttentionProblem, core: engine.Engine, engine_name: s
 
 
 def _check_outputs(
-    problem: AttentionProblem, outputs: dict[str, Any], arrays: AttentionArrays
+    problem: AttentionProblem,
+    outputs: dict[str, Any],
+    arrays: AttentionArrays,
+    heads: tuple[int, int] | None,
 ) -> None:
-    """Raise unless the outputs fit the problem and keep clear of its inputs and each other."""
-    if all(x is None for x in outputs.values()):
-        return
+    """Raise unless the outputs fit the problem and keep clear of its inputs and each other.
+
+    Arrays are as they were given, with one head axis.
+    """
     acc = accumulator(problem.dtype)
     out_dtypes = [problem.dtype] if problem.dtype.itemsize > 2 else [problem.dtype, acc]
     for name, shape, dtypes in (
-        ("out", problem.out_shape, out_dtypes),
-        ("lse", problem.lse_shape, [acc]),
+        ("out", _joined(problem.out_shape, -4, heads), out_dtypes),
+        ("lse", _joined(problem.lse_shape, -3, heads), [acc]),
     ):
-        if outputs.get(name) is not None:
+        if name in outputs:
             require_output(name, ArraySpec.of(outputs[name]), shape, dtypes)
-    if outputs.get("workspace") is not None:
+    if "workspace" in outputs:
         _check_workspace(ArraySpec.of(outputs["workspace"]))
     interop.refuse_overlap(outputs, arrays._asdict())
 
@@ -391,73 +394,31 @@ def _result_strides(problem: AttentionProblem, q_strides: tuple[int, ...]) -> tu
     return (0,) * (len(problem.batch_shape) + 2 - len(q_strides)) + q_strides
 
 
-def _group_heads(arrays: AttentionArrays) -> tuple[AttentionArrays, tuple[int, int]]:
-    """View the head axes of q and the options as two: (key heads, query heads for each)."""
-    for name in ("q", "k", "v"):
-        shape = getattr(arrays, name).shape
-        if len(shape) < 3:
-            raise ValueError(
-                f"{name} has shape {shape}; enable_gqa needs a head axis, (..., H, T, D)"
-            )
-    query_heads, key_heads, value_heads = (x.shape[-3] for x in arrays[:3])
-    if key_heads != value_heads:
-        raise ValueError(
-            f"v has {value_heads} heads but k has {key_heads}; enable_gqa needs as many"
-        )
-    if query_heads % key_heads if key_heads else query_heads:
-        raise ValueError(f"q has {query_heads} heads, no multiple of the {key_heads} of k")
-    heads = (key_heads, query_heads // key_heads if key_heads else 1)
-    split = dict(
-        q=_split_axis("q", arrays.q, -3, heads, required=True),
-        k=_split_axis("k", arrays.k, -3, (key_heads, 1), required=True),
-        v=_split_axis("v", arrays.v, -3, (key_heads, 1), required=True),
-    )
-    for name in ("mask", "bias"):
-        split[name] = _split_axis(name, getattr(arrays, name), -3, heads)
-    of_heads = ["alibi_slopes", "sinks"]
-    if arrays.cu_seqlens_q is None:  # else lengths and offsets are those of sequences
-        of_heads += ["query_offset", "query_lengths", "key_lengths"]
-    for name in of_heads:
-        split[name] = _split_axis(name, getattr(arrays, name), -1, heads)
-    return arrays._replace(**split), heads
+def _group_heads(arrays: AttentionArrays, heads: tuple[int, int]) -> AttentionArrays:
+    """View the head axes of arrays that `enable_gqa` speaks of as two, as the problem has them."""
+    views = {
+        name: _split_axis(getattr(arrays, name), axis, sizes)
+        for name, (axis, sizes) in head_axes(arrays, heads).items()
+    }
+    return arrays._replace(**views)
 
 
-def _split_axis(
-    name: str, x: Any, axis: int, heads: tuple[int, int], *, required: bool = False
-) -> Any:
-    """View axis `axis`, which holds all heads or broadcasts, as two axes."""
-    if x is None or not hasattr(x, "shape"):
+def _split_axis(x: Any, axis: int, heads: tuple[int, int]) -> Any:
+    """View the axis of the heads as two; what broadcasts along it still does."""
+    if x is None or not hasattr(x, "shape") or len(x.shape) < -axis:
         return x
-    if len(x.shape) < -axis:
-        if required:
-            raise ValueError(
-                f"{name} has shape {x.shape}, without the head axis that enable_gqa needs"
-            )
-        return x
-    size = x.shape[axis]
-    if size == 1 and not required:
-        new = (1, 1)
-    elif size == heads[0] * heads[1]:
-        new = heads
-    else:
-        raise ValueError(
-            f"{name} has {size} heads on axis {axis} (shape {x.shape}); q has {heads[0] * heads[1]}"
-        )
-    position = len(x.shape) + axis
-    shape = (*x.shape[:position], *new, *x.shape[position + 1 :])
-    if isinstance(x, ArraySpec):
-        inner = x.strides[position]
-        return ArraySpec(
-            shape,
-            (*x.strides[:position], inner * new[1], inner, *x.strides[position + 1 :]),
-            x.dtype,
-        )
-    return x.reshape(shape)
+    at = len(x.shape) + axis
+    return x.reshape(*x.shape[:at], *((1, 1) if x.shape[at] == 1 else heads), *x.shape[at + 1 :])
+
+
+def _joined(shape: tuple[int, ...], axis: int, heads: tuple[int, int] | None) -> tuple[int, ...]:
+    """Return the shape with the two head axes, of which `axis` is the first, as one."""
+    if heads is None:
+        return shape
+    at = len(shape) + axis
+    return (*shape[:at], heads[0] * heads[1], *shape[at + 2 :])
 
 
 def join_heads(x: Any, axis: int, heads: tuple[int, int] | None) -> Any:
     """Undo on a result what `enable_gqa` did to the operands: one head axis again, by a view."""
-    if x is None or heads is None:
-        return x
-    position = x.ndim + axis
-    return x.reshape((*x.shape[:position], heads[0] * heads[1], *x.shape[position + 2 :]))
+    return x if x is None or heads is None else x.reshape(_joined(x.shape, axis, heads))

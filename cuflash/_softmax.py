@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from . import engine, interop
-from .problem import ArraySpec, SoftmaxProblem, choose_method, flag, keep_axes, require_output
+from ._options import choose_method, flag
+from .problem import ArraySpec, SoftmaxProblem, keep_axes, require_output
 
 Axis = int | tuple[int, ...] | None
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ._attention import join_heads, open_call
-from .problem import AttentionArrays, accumulator, flag
+from ._options import flag
+from .problem import AttentionArrays, accumulator
 
 __all__ = ["materialized_attention"]
 

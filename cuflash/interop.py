@@ -79,8 +79,6 @@ _NUMPY = Home("numpy", "host", 0, _numpy_scalars)
 
 
 def _from_numpy(name: str, x: Any) -> tuple[Home, np.ndarray]:
-    if type(x) is np.ndarray and x.dtype.isnative:
-        return _NUMPY, x
     if isinstance(x, np.ma.MaskedArray | np.matrix):
         raise TypeError(
             f"{name} is a {type(x).__name__}, whose own rules of arithmetic would be lost; "
@@ -233,6 +231,8 @@ def take(name: str, x: object) -> tuple[Home, Any]:
     TypeError
         `x` is no array of a supported library.
     """
+    if type(x) is np.ndarray and x.dtype.isnative:
+        return _NUMPY, x
     reader = _READERS.get(type(x))
     if reader is None:
         reader = _READERS[type(x)] = _find_reader(x)
@@ -275,14 +275,9 @@ def enter(
     """
     first = next(iter(arrays))
     home, native_first = take(first, arrays[first])
-    native: dict[str, Any] = {first: native_first}
-    for name, x in arrays.items():
-        if name is not first:
-            theirs, native[name] = take(name, x)
-            _require_home(name, theirs, first, home)
-    for name, x in (options or {}).items():
-        native[name] = None
-        if x is not None:
+    native: dict[str, Any] = dict.fromkeys(options or {}) | {first: native_first}
+    for name, x in (*arrays.items(), *(options or {}).items()):
+        if name is not first and (x is not None or name in arrays):
             theirs, native[name] = take(name, x)
             _require_home(name, theirs, first, home)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
+
+from ._options import flag, integer, normalize_axes, real_number, window_sides
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
@@ -27,7 +28,7 @@ _FLOAT_NAMES = ", ".join(dtype.name for dtype in FLOATS)
 
 def accumulator(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which sums over `dtype` are kept: float64 for float64, else float32."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    return FLOATS[0] if dtype == FLOATS[0] else FLOATS[1]
 
 
 class ArraySpec(NamedTuple):
@@ -94,57 +95,6 @@ def require_output(
         raise TypeError(f"{name} has dtype {spec.dtype}, the result is {accepted}")
 
 
-def real_number(name: str, value: object) -> float:
-    """Return a finite Python float; TypeError or ValueError naming the argument otherwise."""
-    if isinstance(value, bool | np.bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a real number, got {type(value).__name__}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {value}")
-    return number
-
-
-def integer(name: str, value: object) -> int:
-    """Return a Python int; TypeError naming the argument otherwise."""
-    if isinstance(value, bool | np.bool):
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
-    if not -(2**61) <= number < 2**61:
-        raise ValueError(f"{name} must fit in 62 bits, got {number}")
-    return number
-
-
-def choose_method(
-    method: object, possible: Sequence[str], elsewhere: Sequence[str], why: str
-) -> str:
-    """Return `method` if it is "auto" or possible, or raise ValueError listing those that are."""
-    if not isinstance(method, str):
-        raise TypeError(f"method must be a string, got {type(method).__name__}")
-    if method == "auto" or method in possible:
-        return method
-    can = ", ".join(repr(name) for name in ("auto", *possible))
-    if method in elsewhere:
-        raise ValueError(
-            f"method {method!r} cannot run this problem {why}; methods that can: {can}"
-        )
-    raise ValueError(f"method {method!r} is unknown; methods that can run this problem: {can}")
-
-
-def flag(name: str, value: object) -> bool:
-    """Return a bool; TypeError naming the argument otherwise."""
-    if value is True or value is False:
-        return value
-    if not isinstance(value, np.bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return bool(value)
-
-
 class AttentionArrays(NamedTuple):
     """The arrays of one attention call; lengths and offsets may be Python ints.
 
@@ -165,10 +115,13 @@ class AttentionArrays(NamedTuple):
     cu_seqlens_k: Any = None
 
 
-_FIRST_INTEGER = AttentionArrays._fields.index("query_offset")
-_INTEGERS = AttentionArrays._fields[_FIRST_INTEGER:]
+#: Where lengths, offsets and ends of sequences begin among the arrays.
+FIRST_INTEGER = AttentionArrays._fields.index("query_offset")
+_INTEGERS = ("query_offset", "query_lengths", "key_lengths")
 _ENDS = ("cu_seqlens_q", "cu_seqlens_k")
 _END_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+#: What an `ArraySpec` holds, as a bare tuple, which makes a cheap key.
+_Layout = tuple[tuple[int, ...], tuple[int, ...], np.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +218,7 @@ class AttentionProblem:
         cls,
         arrays: AttentionArrays,
         *,
+        enable_gqa: object = False,
         scale: object = None,
         causal: object = False,
         window: object = None,
@@ -274,25 +228,25 @@ class AttentionProblem:
     ) -> AttentionProblem:
         """Validate the arguments of an attention call and describe it.
 
+        With `enable_gqa` the arrays have one head axis, and the problem has two in its place: (key
+        heads, query heads for each).
+
         Raises
         ------
         TypeError, ValueError
             Naming the argument, what came and what is accepted.
         """
-        # Plain tuples, which make cheap keys: this is on the way of every call.
-        layouts = [
-            None if x is None else (x.shape, x.strides, x.dtype) for x in arrays[:_FIRST_INTEGER]
+        # This is on the way of every call, most often one with the first three arrays only.
+        layouts: list[_Layout | None] = [
+            None if x is None else (x.shape, x.strides, x.dtype) for x in arrays[:FIRST_INTEGER]
         ]
-        integers = arrays[_FIRST_INTEGER:]
+        integers = arrays[FIRST_INTEGER:]
         if any([x is not None for x in integers]):
-            layouts += [
-                None if x is None else _describe_integers(name, x)
-                for name, x in zip(_INTEGERS, integers, strict=True)
-            ]
-        options = (scale, causal, _window(window), softcap, num_splits, method)
+            layouts += map(_describe_integers, arrays._fields[FIRST_INTEGER:], integers)
+        options = (enable_gqa, scale, causal, window_sides(window), softcap, num_splits, method)
         describe = _attention_problem if _is_hashable(options) else _attention_problem.__wrapped__
         problem = describe(tuple(layouts), *options)
-        if len(layouts) > _FIRST_INTEGER:
+        if len(layouts) > FIRST_INTEGER:
             for name, limit in (("query_lengths", problem.tq), ("key_lengths", problem.tk)):
                 lengths = getattr(arrays, name)
                 if isinstance(lengths, numbers.Real | np.ndarray):
@@ -300,12 +254,10 @@ class AttentionProblem:
         return problem
 
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], np.dtype]
-
-
 @lru_cache(maxsize=1024, typed=True)
 def _attention_problem(
-    layouts: tuple[Layout | None, ...],
+    layouts: tuple[_Layout | None, ...],
+    enable_gqa: object,
     scale: object,
     causal: object,
     window: tuple[int | None, int | None],
@@ -316,6 +268,7 @@ def _attention_problem(
     """Do the part of `AttentionProblem.of` that depends on descriptions alone, once for each."""
     if not isinstance(method, str):
         raise TypeError(f"method must be a string, got {type(method).__name__}")
+    grouped = flag("enable_gqa", enable_gqa)
     specs = AttentionArrays(*[None if x is None else ArraySpec(*x) for x in layouts])
     q, k, v = specs[:3]
     for name, spec in (("q", q), ("k", k), ("v", v)):
@@ -323,8 +276,10 @@ def _attention_problem(
             raise ValueError(
                 f"{name} has {len(spec.shape)} axes; the last two are (tokens, features)"
             )
-        if len(spec.shape) > MAX_AXES:
-            raise ValueError(f"{name} has {len(spec.shape)} axes; {MAX_AXES} are possible")
+        if len(spec.shape) > MAX_AXES - grouped:
+            raise ValueError(
+                f"{name} has {len(spec.shape)} axes; {MAX_AXES - grouped} are possible"
+            )
         require_float(name, spec.dtype)
         require_same(name, spec.dtype, "q", q.dtype, "dtype")
     if q.shape[-1] < 1:
@@ -339,7 +294,8 @@ def _attention_problem(
             f"v has {v.shape[-2]} tokens (shape {v.shape}) "
             f"but k has {k.shape[-2]} (shape {k.shape})"
         )
-    batch = _batch_shape(q=q, k=k, v=v)
+    heads = _grouped_heads(q=q, k=k, v=v) if grouped else None
+    batch = _batch_shape(grouped, q=q, k=k, v=v)
     tq, tk = q.shape[-2], k.shape[-2]
 
     entries, sequences = batch, _sequences(specs)
@@ -354,11 +310,14 @@ def _attention_problem(
             f"mask has dtype {mask.dtype}; a bool array is needed (True = attend), "
             f"additive terms go to bias"
         )
-    floats: dict[str, ArraySpec | None] = {}
+    members: dict[str, Any] = {"k": k, "v": v, "mask": mask}
+    members["q"] = q.broadcast_to((*batch, tq, q.shape[-1]), "q")
     for name, shape in (("bias", (*batch, tq, tk)), ("alibi_slopes", batch), ("sinks", batch)):
-        floats[name] = option = _broadcast(name, getattr(specs, name), shape)
+        members[name] = option = _broadcast(name, getattr(specs, name), shape)
         if option is not None:
             require_float(name, option.dtype)
+    for name in _INTEGERS:
+        members[name] = _positions(name, getattr(specs, name), entries)
 
     left, right = window
     if flag("causal", causal):
@@ -367,27 +326,64 @@ def _attention_problem(
         num_splits = integer("num_splits", num_splits)
         if num_splits < 1:
             raise ValueError(f"num_splits must be at least 1, got {num_splits}")
+    if heads is not None:  # only now: messages are about the shapes that were given
+        batch = (*batch[:-1], *heads)
+        for name, (axis, sizes) in head_axes(specs, heads).items():
+            members[name] = _split_heads(members[name], axis, sizes)
+    for name, x in (("k", k), ("v", v)):
+        members[name] = members[name].broadcast_to((*batch, tk, x.shape[-1]), name)
     return AttentionProblem(
         batch_shape=batch,
-        q=q.broadcast_to((*batch, tq, q.shape[-1]), "q"),
-        k=k.broadcast_to((*batch, tk, k.shape[-1]), "k"),
-        v=v.broadcast_to((*batch, tk, v.shape[-1]), "v"),
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else _scale(scale, q.dtype),
         softcap=None if softcap is None else _softcap(softcap, q.dtype),
         left=left,
         right=right,
-        mask=mask,
-        bias=floats["bias"],
-        alibi_slopes=floats["alibi_slopes"],
-        sinks=floats["sinks"],
-        query_offset=_positions("query_offset", specs.query_offset, entries),
-        query_lengths=_positions("query_lengths", specs.query_lengths, entries),
-        key_lengths=_positions("key_lengths", specs.key_lengths, entries),
         num_splits=num_splits,
         method=method,
         cu_seqlens_q=specs.cu_seqlens_q,
         cu_seqlens_k=specs.cu_seqlens_k,
+        **members,
     )
+
+
+def _grouped_heads(**specs: ArraySpec) -> tuple[int, int]:
+    """Return (key heads, query heads for each), or raise ValueError naming who does not fit."""
+    for name, spec in specs.items():
+        if len(spec.shape) < 3:
+            raise ValueError(
+                f"{name} has shape {spec.shape}; enable_gqa needs a head axis, (..., H, T, D)"
+            )
+    q, k, v = (spec.shape[-3] for spec in specs.values())
+    if k != v:
+        raise ValueError(f"v has {v} heads but k has {k}; enable_gqa needs as many")
+    if q % k if k else q:
+        raise ValueError(f"q has {q} heads, no multiple of the {k} of k")
+    return k, q // k if k else 1
+
+
+def head_axes(
+    arrays: AttentionArrays, heads: tuple[int, int]
+) -> dict[str, tuple[int, tuple[int, int]]]:
+    """Return the axis of the heads of each array that has one, and the two sizes it is split in."""
+    of_heads = ["alibi_slopes", "sinks"]
+    if arrays.cu_seqlens_q is None:  # else lengths and offsets are those of sequences
+        of_heads += _INTEGERS
+    return {
+        **dict.fromkeys(("k", "v"), (-3, (heads[0], 1))),
+        **dict.fromkeys(("q", "mask", "bias"), (-3, heads)),
+        **dict.fromkeys(of_heads, (-1, heads)),
+    }
+
+
+def _split_heads(spec: ArraySpec | None, axis: int, sizes: tuple[int, int]) -> ArraySpec | None:
+    """Describe the view with the head axis, which has its full size, as two axes."""
+    if spec is None:
+        return None
+    at = len(spec.shape) + axis
+    shape, strides = list(spec.shape), list(spec.strides)
+    shape[at : at + 1] = sizes
+    strides[at : at + 1] = strides[at] * sizes[1], strides[at]
+    return ArraySpec(tuple(shape), tuple(strides), spec.dtype)
 
 
 def _sequences(specs: AttentionArrays) -> int | None:
@@ -420,13 +416,13 @@ def _is_hashable(x: object) -> bool:
 _INTEGER = ArraySpec((), (-1,), np.dtype(np.int64))
 
 
-def _describe_integers(name: str, x: Any) -> ArraySpec:
-    if isinstance(x, ArraySpec):
-        return x
-    if not isinstance(x, np.ndarray) and isinstance(x, numbers.Real):
+def _describe_integers(name: str, x: Any) -> _Layout | None:
+    if x is None:
+        return None
+    if isinstance(x, numbers.Real):
         integer(name, x)
         return _INTEGER
-    return ArraySpec.of(x)
+    return x.shape, x.strides, x.dtype
 
 
 def _scale(scale: object, dtype: np.dtype) -> float:
@@ -449,16 +445,20 @@ def softcap_linear(dtype: np.dtype) -> float:
     return math.sqrt(np.finfo(dtype).eps) / 2
 
 
-def _batch_shape(**specs: ArraySpec) -> tuple[int, ...]:
-    """Broadcast the leading axes, naming the operand that does not fit."""
+def _batch_shape(grouped: bool, **specs: ArraySpec) -> tuple[int, ...]:
+    """Broadcast the leading axes, naming the operand that does not fit.
+
+    Heads in groups broadcast to q's.
+    """
     batch: tuple[int, ...] = ()
     for name, spec in specs.items():
+        axes = spec.shape[:-2]
         try:
-            batch = np.broadcast_shapes(batch, spec.shape[:-2])
+            batch = np.broadcast_shapes(batch, (*axes[:-1], 1) if grouped and name != "q" else axes)
         except ValueError:
             before = ", ".join(f"{n} {s.shape}" for n, s in specs.items() if n != name)
             raise ValueError(
-                f"{name} has batch axes {spec.shape[:-2]} (shape {spec.shape}), "
+                f"{name} has batch axes {axes} (shape {spec.shape}), "
                 f"which do not broadcast with those of {before}"
             ) from None
     return batch
@@ -466,19 +466,6 @@ def _batch_shape(**specs: ArraySpec) -> tuple[int, ...]:
 
 def _broadcast(name: str, spec: ArraySpec | None, shape: tuple[int, ...]) -> ArraySpec | None:
     return None if spec is None else spec.broadcast_to(shape, name)
-
-
-def _window(window: object) -> tuple[int | None, int | None]:
-    if window is None:
-        return None, None
-    if not isinstance(window, Sequence) or isinstance(window, str | bytes) or len(window) != 2:
-        raise TypeError(f"window must be a pair (left, right) of integers or None, got {window!r}")
-    sides = [None if side is None else integer("window", side) for side in window]
-    if any(side is not None and side < 0 for side in sides):
-        raise ValueError(
-            f"window has a negative side: {window!r}; sides count keys and None means unlimited"
-        )
-    return sides[0], sides[1]
 
 
 def _positions(name: str, spec: ArraySpec | None, batch: tuple[int, ...]) -> ArraySpec | None:
@@ -498,6 +485,11 @@ def _positions(name: str, spec: ArraySpec | None, batch: tuple[int, ...]) -> Arr
             f"size 1 where it broadcasts"
         )
     return spec.broadcast_to(batch, name)
+
+
+def _check_host_lengths(name: str, values: Any, limit: int) -> None:
+    if isinstance(values, numbers.Real | np.ndarray):
+        check_lengths(name, values, limit)
 
 
 def check_lengths(name: str, values: Any, limit: int) -> None:
@@ -604,24 +596,6 @@ class SoftmaxProblem:
             out_dtype=accumulator(dtype) if operation == "softmax_state" else dtype,
             method=method,
         )
-
-
-def normalize_axes(axis: object, ndim: int) -> tuple[int, ...]:
-    """Return the axes meant by an int, a tuple or None (all), from 0 and in rising order.
-
-    A 0-d array can be asked for the axes 0 and -1, as in NumPy's reductions.
-    """
-    if axis is None:
-        return tuple(range(ndim))
-    axes = []
-    for value in axis if isinstance(axis, tuple) else (axis,):
-        number, bound = integer("axis", value), max(ndim, 1)
-        if not -bound <= number < bound:
-            raise np.exceptions.AxisError(number, ndim, "axis")
-        axes.append(number % bound)
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"axis {axis} names one axis twice")
-    return tuple(sorted(axes)) if ndim else ()
 
 
 def keep_axes(x: Any, axes: tuple[int, ...], ndim: int) -> Any:

@@ -14,7 +14,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
 #: All that decides what a GPU executes and with which arguments.
-RECORDED = ("kernels", "cuflash/device", "cuflash/jax", "cuflash/problem.py", "cuflash/interop.py")
+RECORDED = (
+    "kernels",
+    "cuflash/device",
+    "cuflash/jax",
+    "cuflash/_options.py",
+    "cuflash/problem.py",
+    "cuflash/interop.py",
+)
 _SOURCES = (".cu", ".cuh", ".py")
 
 

@@ -1,6 +1,7 @@
 """What callers of attention rely on beside its values: errors, outputs, layouts, options."""
 
 import inspect
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from types import SimpleNamespace
@@ -147,7 +148,7 @@ REFUSED_BY_SHAPE = [
                 "enable_gqa": True,
                 name: wrong,
             },
-            "heads",
+            rf"{re.escape(str(wrong.shape))}, which does not broadcast to \(2, 4",
         )
         for name, wrong in {
             "mask": ones(2, 5, 6, dtype=bool),
@@ -527,6 +528,49 @@ def test_grouped_heads_are_broadcasting_and_options_use_the_heads_of_q() -> None
     np.testing.assert_array_equal(
         flash_attention(q, k, v, enable_gqa=True), split.reshape(out.shape)
     )
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong", "told"),
+    [
+        ("q", ones(2, 5, 5, 8), "q has 5 heads, no multiple of the 2 of k"),
+        ("k", ones(2, 2, 6, 7), "k has 7 features (shape (2, 2, 6, 7)) but q has 8 (shape (2, 4, "),
+        ("v", ones(2, 2, 5, 3), "v has 5 tokens (shape (2, 2, 5, 3)) but k has 6 (shape (2, 2, 6"),
+        ("k", ones(3, 2, 6, 8), "k has batch axes (3, 2) (shape (3, 2, 6, 8)), which do not bro"),
+        ("k", ones(3, 2, 6, 8), "with those of q (2, 4, 5, 8), v (2, 2, 6, 3)"),
+        ("mask", ones(2, 5, 6, dtype=bool), "(2, 5, 6), which does not broadcast to (2, 4, 5, 6)"),
+        ("bias", ones(5, 7), "(5, 7), which does not broadcast to (2, 4, 5, 6)"),
+        ("alibi_slopes", ones(2), "(2,), which does not broadcast to (2, 4)"),
+        ("sinks", ones(2, 2), "(2, 2), which does not broadcast to (2, 4)"),
+        ("query_offset", ones(4, dtype=int), "shape (4,); it needs 2 axes, those of (2, 4), size"),
+        ("key_lengths", ones(2, 2, dtype=int), "(2, 2), which does not broadcast to (2, 4)"),
+        ("out", ones(2, 2, 5, 3), "out has shape (2, 2, 5, 3), the result has (2, 4, 5, 3)"),
+        ("out", ones(3), "out has shape (3,), the result has (2, 4, 5, 3)"),
+        (
+            "out",
+            as_strided(ones(4, 5, 3), (2, 4, 5, 3), (0, 60, 12, 4)),
+            "(strides (0, 60, 12, 4))",
+        ),
+        ("lse", ones(2, 2, 2, 5), "lse has shape (2, 2, 2, 5), the result has (2, 4, 5)"),
+    ],
+)
+def test_messages_about_grouped_heads_tell_the_shapes_that_were_given(
+    argument: str, wrong: np.ndarray, told: str
+) -> None:
+    x: dict[str, Any] = operands() | {"k": ones(2, 2, 6, 8), "v": ones(2, 2, 6, 3)}
+    with pytest.raises(ValueError, match=rf"^(?={argument}\b).*{re.escape(told)}"):
+        flash_attention(**x | {argument: wrong}, enable_gqa=True)
+
+
+@pytest.mark.parametrize("axes", [31, 32])
+def test_grouped_heads_take_one_axis_of_those_possible(axes: int) -> None:
+    shape = (*[1] * (axes - 3), 2, 3, 4)
+    x = ones(*shape)
+    if axes < 32:
+        assert flash_attention(x, x, x, enable_gqa=True).shape == shape
+    else:
+        with pytest.raises(ValueError, match=r"^q has 32 axes; 31 are possible"):
+            flash_attention(x, x, x, enable_gqa=True)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16], ids=str)

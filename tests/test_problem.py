@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from cuflash._options import choose_method, flag, integer, normalize_axes, real_number
 from cuflash.problem import (
     BFLOAT16,
     ArraySpec,
@@ -21,12 +22,7 @@ from cuflash.problem import (
     accumulator,
     c_strides,
     check_lengths,
-    choose_method,
-    flag,
-    integer,
     keep_axes,
-    normalize_axes,
-    real_number,
     require_float,
     require_output,
 )
@@ -295,6 +291,47 @@ class TestAttentionProblem:
         )
         with pytest.raises(ValueError, match=message):
             describe({"v": np.zeros((3, 6, 3), np.float32)})
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_grouped_heads_are_described_as_the_views_with_two_axes(key_heads: int) -> None:
+    """The same problem, so that the same plans are found under it."""
+    groups = 4 // key_heads
+    q = np.ones((2, 5, 4, 8), np.float32).swapaxes(1, 2)
+    k, v = (np.ones((2, key_heads, 6, n), np.float32)[:, ::-1] for n in (8, 3))
+    options = {
+        "mask": np.ones((4, 5, 6), bool),
+        "bias": np.ones((2, 1, 5, 1), np.float32),
+        "alibi_slopes": np.ones(4, np.float32),
+        "sinks": np.ones((2, 4), np.float32),
+        "query_offset": np.ones((1, 4), np.int64),
+        "query_lengths": np.ones((2, 1), np.int64),
+        "key_lengths": 3,
+    }
+    split = {
+        "mask": options["mask"].reshape(key_heads, groups, 5, 6),
+        "bias": options["bias"][:, :, None],
+        "alibi_slopes": options["alibi_slopes"].reshape(key_heads, groups),
+        "sinks": options["sinks"].reshape(2, key_heads, groups),
+        "query_offset": options["query_offset"].reshape(1, key_heads, groups),
+        "query_lengths": options["query_lengths"][:, :, None],
+        "key_lengths": 3,
+    }
+    grouped = AttentionProblem.of(AttentionArrays(q, k, v, **options), enable_gqa=True)
+    views = AttentionArrays(
+        q.reshape(2, key_heads, groups, 5, 8), k[:, :, None], v[:, :, None], **split
+    )
+    expected = AttentionProblem.of(views)
+    for field in dataclasses.fields(AttentionProblem):
+        one, other = getattr(grouped, field.name), getattr(expected, field.name)
+        if isinstance(one, ArraySpec):  # strides of axes of size 1 mean nothing
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            where = [size > 1 for size in one.shape]
+            assert [s for s, w in zip(one.strides, where, strict=True) if w] == [
+                s for s, w in zip(other.strides, where, strict=True) if w
+            ]
+        elif field.compare:
+            assert one == other
 
 
 class TestSoftmaxProblem:

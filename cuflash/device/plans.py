@@ -14,7 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..problem import ArraySpec, SoftmaxProblem, accumulator, choose_method
+from .._options import choose_method
+from ..problem import ArraySpec, SoftmaxProblem, accumulator
 from .compiler import KernelName, Launch
 from .executor import DeviceLimits
 from .softmax_regimes import (
