@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from ..engine import ATTENTION_METHODS
 from ..problem import ArraySpec, AttentionArrays, AttentionProblem, accumulator
-from .online import divisor, merge_attention, shift
+from .online import merge_attention, shift
 from .score import (
     Index,
     Visible,
@@ -211,6 +211,9 @@ def attention(
         if lse is not None:
             lse[...] = -np.inf
         pieces = list(_sequences(*pieces[0]))
+    elif (plan := TilePlan.of(problem)).alone:
+        _attend_rows(problem, plan, arrays, (), [slice(0, problem.tq)], _Part(0, 1, out, lse))
+        return
     tasks: list[Callable[[], None]] = []
     merges: list[Callable[[], None]] = []
     for piece in pieces:
@@ -265,9 +268,6 @@ def _plan_tasks(
     if 0 in problem.lse_shape:
         return
     plan = TilePlan.of(problem)
-    if plan.alone:
-        _attend_rows(problem, plan, arrays, (), [slice(0, problem.tq)], _Part(0, 1, out, lse))
-        return
     tiles = -(-problem.tk // plan.keys)
     if plan.splits == 1:
         parts = [_Part(0, tiles, out, lse)]
@@ -281,7 +281,7 @@ def _plan_tasks(
             _Part(first, last, *result)
             for (first, last), result in zip(pairwise(edges), results, strict=True)
         ]
-        merged_lse = np.empty(problem.lse_shape, dtype) if lse is None else lse
+        merged_lse = np.empty(problem.lse_shape, plan.dtype) if lse is None else lse
         merges.append(partial(merge_attention, results, out, merged_lse))
 
     row_tiles = [slice(i, min(i + plan.rows, problem.tq)) for i in range(0, problem.tq, plan.rows)]
@@ -290,7 +290,7 @@ def _plan_tasks(
     # that leaves cores idle. Every n-th tile makes a share, since causal tiles grow with the row.
     shares = min(len(row_tiles), -(-4 * worker_count() // len(blocks)))
     tasks += [
-        partial(_attend_rows, problem, plan, whole, index, row_tiles[share::shares], part)
+        partial(_attend_rows, problem, plan, arrays, index, row_tiles[share::shares], part)
         for index, part in blocks
         for share in range(shares)
     ]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import AttentionArrays, AttentionProblem, softcap_linear
+from ..problem import FIRST_INTEGER, AttentionArrays, AttentionProblem, softcap_linear
 
 Index = tuple[slice, ...]
 
@@ -34,7 +34,7 @@ def _is_whole(problem: AttentionProblem) -> bool:
     """Tell whether arrays have every axis of the batch, unbroadcast, and none is of integers."""
     specs = [getattr(problem, name) for name in AttentionArrays._fields]
     broadcasts = any(0 in spec.strides for spec in specs if spec is not None)
-    return not broadcasts and specs[_FIRST_INTEGER:] == [None] * (len(specs) - _FIRST_INTEGER)
+    return not broadcasts and specs[FIRST_INTEGER:] == [None] * (len(specs) - FIRST_INTEGER)
 
 
 def select(problem: AttentionProblem, arrays: AttentionArrays, index: Index) -> AttentionArrays:
@@ -63,7 +63,7 @@ def select(problem: AttentionProblem, arrays: AttentionArrays, index: Index) -> 
         elif index:
             x = x[index]
         block.append(x)
-    for i in range(_FIRST_INTEGER, len(block)):
+    for i in range(FIRST_INTEGER, len(block)):
         if (x := block[i]) is not None:
             block[i] = np.clip(x, -_FAR, _FAR).astype(np.int64)
     return AttentionArrays._make(block)
