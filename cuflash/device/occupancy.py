@@ -14,7 +14,7 @@ from ..problem import ArraySpec, SoftmaxProblem
 from .compiler import KernelName, compile_only
 from .executor import DeviceLimits, device_limits
 from .plans import plan_softmax
-from .softmax_regimes import Regime, softmax_regimes
+from .softmax_regimes import Regime, resident_blocks, softmax_regimes
 
 __all__ = ["KNOWN_GPUS", "device_limits", "report", "resident_blocks", "source_report", "trips"]
 
@@ -48,24 +48,6 @@ KNOWN_GPUS = {
         cluster_blocks=16,
     ),
 }
-
-
-def resident_blocks(
-    limits: DeviceLimits, threads: int, shared_bytes: int, registers: int = 0
-) -> int:
-    """Return how many blocks of a kernel a multiprocessor holds at a time.
-
-    Registers are given out in units of 8 a thread, shared memory in units of 128 bytes; from
-    compute capability 8.0 on, the system takes 1 KB of it for each block.
-    """
-    system = 1024 if int(limits.compute_capability) >= 80 else 0
-    shared = -(-(shared_bytes + system) // 128) * 128
-    bounds = [limits.threads_per_sm // threads]
-    if shared:
-        bounds.append(limits.shared_per_sm // shared)
-    if registers:
-        bounds.append(limits.registers_per_sm // (-(-registers // 8) * 8 * threads))
-    return min(bounds)
 
 
 def trips(method: str, row_bytes: int, blocks: int, limits: DeviceLimits) -> str:
@@ -102,7 +84,7 @@ def report(limits: DeviceLimits, dtype: np.dtype) -> Iterator[str]:
         row = f"{length:9}  {plan.method:8}{launch.block:7}{blocks:11}{share:11.0%}  "
         yield row + trips(plan.method, length * dtype.itemsize, blocks, limits)
     yield ""
-    yield from _regime_lines(softmax_regimes(limits, dtype), dtype)
+    yield from _regime_lines(softmax_regimes(limits), dtype)
 
 
 def _regime_lines(regimes: tuple[Regime, ...], dtype: np.dtype) -> Iterator[str]:

@@ -20,24 +20,25 @@ from .compiler import KernelName, Launch
 from .executor import DeviceLimits
 from .softmax_regimes import (
     ACROSS_BYTES,
-    BLOCK_THREADS,
     CLUSTERS,
+    COLUMN_TILES,
+    HELD_CHUNKS,
     HELD_PAIRS,
-    LANES,
+    LEAST_THREADS,
     MAX_THREADS,
-    OPEN_TILE,
-    PAIR_LANES,
-    TILES,
     WARP,
+    ColumnTile,
     cluster_capacity,
-    cluster_chunks,
+    cluster_shape,
     exchange_bytes,
     held_chunks,
     lanes_of,
+    pair_cluster,
+    parts_of,
     power_of_two,
+    rows_ahead,
     shared_capacity,
     softmax_regimes,
-    tiles_of,
 )
 from .softmax_rows import CHUNK, SOFTMAX_PARAMETERS, STATISTICS, WHERE, Rows, divisor, rows_of
 
@@ -127,36 +128,39 @@ def _powers_of_two(last: int) -> list[int]:
 def softmax_kernels(dtype: np.dtype, *, clusters: bool = True) -> Iterator[KernelName]:
     """Yield every kernel of the softmax family that a plan for this dtype can launch."""
     forward = [_OPERATIONS[name] for name in _FORWARD]
-    in_registers = _powers_of_two(held_chunks(dtype, pairs=False)[0])
     for layout in _LAYOUTS:
         packed = layout == "kPacked"
         for operation in forward:
-            for count in (0, *(in_registers if packed else ())):
+            for count in (0, *(_powers_of_two(HELD_CHUNKS) if packed else ())):
                 yield _kernel("fused", "fused", dtype, operation, layout, count)
             yield _kernel("online", "online", dtype, operation, layout)
+            yield _kernel("split", "split", dtype, operation, layout)
             yield _kernel("naive", "apply", dtype, operation, layout)
         for operation in _REDUCED_VJPS:
             for count in (0, *(_powers_of_two(HELD_PAIRS) if packed else ())):
                 yield _kernel("backward", "reduced_vjp", dtype, operation, layout, count)
+        yield _kernel("split", "split_states", dtype, None, layout)
         yield _kernel("naive", "naive_maximum", dtype, None, layout)
         yield _kernel("naive", "naive_normalizer", dtype, None, layout)
         yield _kernel("backward", "logsumexp_vjp", dtype, None, layout)
-        for width, held in tiles_of(dtype) if packed else ():
-            for operation in forward:
-                for count in _powers_of_two(held) if (width, held) == TILES[0] else (held,):
-                    yield _columns_kernel(dtype, operation, width, count)
         for blocks in CLUSTERS if clusters else ():
             for operation in forward:
-                for count in cluster_chunks(dtype, blocks, packed, pairs=False):
-                    yield _kernel("cluster", "cluster", dtype, operation, layout, count, blocks)
+                count = HELD_CHUNKS if packed else 0
+                yield _kernel("cluster", "cluster", dtype, operation, layout, count, blocks)
             for operation in _REDUCED_VJPS if packed else ():
-                for count in cluster_chunks(dtype, blocks, packed, pairs=True):
+                for count in sorted({HELD_PAIRS, held_chunks(blocks, dtype, pairs=True)}):
                     yield _kernel("cluster", "cluster_vjp", dtype, operation, layout, count, blocks)
+    for operation, pairs in (*((o, False) for o in forward), *((o, True) for o in _REDUCED_VJPS)):
+        for tile in COLUMN_TILES[dtype.itemsize, pairs]:
+            for blocks in _powers_of_two(tile.blocks if clusters else 1):
+                yield _columns_kernel(dtype, operation, tile, blocks)
 
 
-def _columns_kernel(dtype: np.dtype, operation: str, width: int, held: int) -> KernelName:
+def _columns_kernel(dtype: np.dtype, operation: str, tile: ColumnTile, blocks: int) -> KernelName:
     types = f"{C_TYPES[dtype.name]}, cuflash::{operation}<{C_TYPES[accumulator(dtype).name]}>"
-    return KernelName("softmax/columns.cu", f"cuflash::columns<{types}, {width}, {held}>")
+    template = "columns_vjp" if operation in _REDUCED_VJPS else "columns"
+    counts = f"{tile.rows}, {tile.width}, {tile.held}, {blocks}"
+    return KernelName("softmax/columns.cu", f"cuflash::{template}<{types}, {counts}>")
 
 
 @lru_cache(maxsize=4096)
@@ -193,7 +197,7 @@ def plan_softmax(
         raise TooManyAxes
     method = _method(problem, rows, limits)
     plan = _Planner(problem, rows, rows.layout(aligned), limits, method)
-    bundled = problem.method == "auto" and rows.bundled(aligned)
+    bundled = problem.method == "auto" and rows.bundled(aligned) and not plan.splits(method)
     if not math.prod(outputs[0].shape):
         launches: tuple[Launch, ...] = ()
     elif problem.operation in _FORWARD:
@@ -201,14 +205,16 @@ def plan_softmax(
     elif problem.operation.startswith("state"):
         launches = (plan.apply(),)
     else:
-        launches = (plan.backward(),)
+        bundled = bundled and _OPERATIONS.get(problem.operation) in _REDUCED_VJPS
+        launches = plan.columns() if bundled else (plan.backward(),)
+    workspaces, workspace = plan.workspaces(method)
     return SoftmaxPlan(
         method=method,
         launches=launches,
         block=plan.block(statistics=method == "naive").tobytes(),
         pointers=tuple(map(_pointer_offset, rows.roles)),
-        workspaces=tuple(map(_pointer_offset, STATISTICS)) if method == "naive" else (),
-        workspace=rows.rows * accumulator(rows.dtype).itemsize,
+        workspaces=workspaces,
+        workspace=workspace,
     )
 
 
@@ -232,12 +238,12 @@ def _method(problem: SoftmaxProblem, rows: Rows, limits: DeviceLimits) -> str:
     if rows.lie_side_by_side():
         # The lanes of a warp of a cluster read columns, each in a sector of its own.
         return "fused" if "fused" in possible else "online"
-    regimes = softmax_regimes(limits, rows.dtype)
+    regimes = softmax_regimes(limits)
     return next(regime.method for regime in regimes if row_bytes <= regime.row_bytes)
 
 
 class _Planner:
-    """The launches of one problem; `across` and `slots` as in `Team` of the kernels."""
+    """The launches of one problem; `lanes` (in a block), `across` and `slots` as in `Team`."""
 
     def __init__(
         self, problem: SoftmaxProblem, rows: Rows, layout: str, limits: DeviceLimits, method: str
@@ -245,20 +251,38 @@ class _Planner:
         self._problem, self._rows, self._layout, self._limits = problem, rows, layout, limits
         self._packed = layout == "kPacked"
         self._across = not self._packed and rows.lie_side_by_side()
-        self._blocks, self._slots = 1, 1
-        pairs = problem.operation in ("softmax_vjp", "log_softmax_vjp")
-        self._held, self._held_in_cluster = held_chunks(rows.dtype, pairs=pairs)
-        if method == "cluster" or (pairs and self._packed and self._pairs_need_cluster()):
+        self._blocks, self._slots, self._ahead = 1, 1, 0
+        self._pairs = _OPERATIONS.get(problem.operation) in _REDUCED_VJPS
+        if method == "cluster":
+            self._blocks, self._lanes = cluster_shape(rows.chunks, limits)
+        elif self.splits(method):
+            self._blocks = parts_of(rows.rows, rows.chunks * CHUNK, limits)
+            self._lanes = MAX_THREADS
+        elif self._pairs and self._packed:
+            self._blocks = pair_cluster(rows.chunks, rows.dtype, limits)
+            self._lanes = MAX_THREADS
+        if self._blocks > 1:
             self._across = False
-            needed = power_of_two(-(-rows.chunks // (MAX_THREADS * self._held)))
-            self._blocks = min(max(needed, CLUSTERS[0]), limits.cluster_blocks)
-            self._lanes = self._blocks * MAX_THREADS
             return
-        self._lanes = lanes_of(rows.chunks, PAIR_LANES if pairs else LANES)
-        self._slots = max(1, BLOCK_THREADS // self._lanes)
+        self._lanes = lanes_of(rows.chunks, rows.dtype, pairs=self._pairs)
+        self._slots = max(1, LEAST_THREADS // self._lanes)
         if self._across:
             least = ACROSS_BYTES // rows.dtype.itemsize
             self._slots = min(max(self._slots, least), MAX_THREADS // self._lanes)
+
+    def splits(self, method: str) -> bool:
+        """Tell whether the rows are too few for a block each, and too long for a chip."""
+        rows = self._rows
+        return method == "online" and parts_of(rows.rows, rows.chunks * CHUNK, self._limits) > 1
+
+    def workspaces(self, method: str) -> tuple[tuple[int, ...], int]:
+        """Return where pointers to workspaces belong, and how many bytes each has."""
+        entry = self._rows.rows * accumulator(self._rows.dtype).itemsize
+        if method == "naive":
+            return tuple(map(_pointer_offset, STATISTICS)), entry
+        if self.splits(method):
+            return (_OFFSETS["states"],), 2 * entry * self._blocks
+        return (), 0
 
     def naive(self) -> tuple[Launch, ...]:
         return (
@@ -272,35 +296,44 @@ class _Planner:
         if not chunks:
             self._fit_shared()
         held = 0 if chunks else self._held_bytes(self._slots)
+        if chunks and self._lanes > LEAST_THREADS:  # smaller blocks have rows enough in flight
+            self._ahead = rows_ahead(self._limits, self._lanes, chunks, 1)
         return (self._launch("fused", "fused", self._operation(), chunks, held=held),)
 
     def cluster(self) -> tuple[Launch, ...]:
-        chunks = self._register_chunks()
-        held = 0 if chunks else self._lane_chunks() * MAX_THREADS * CHUNK
+        chunks = HELD_CHUNKS if self._packed else 0
+        held = 0 if chunks else self._lane_chunks() * self._lanes * CHUNK
+        if chunks:
+            self._ahead = rows_ahead(self._limits, self._lanes, chunks, self._blocks)
         counts = chunks, self._blocks
         return (self._launch("cluster", "cluster", self._operation(), *counts, held=held),)
 
     def online(self) -> tuple[Launch, ...]:
+        if self._blocks > 1:
+            return (
+                self._launch("split", "split_states"),
+                self._launch("split", "split", self._operation()),
+            )
         return (self._launch("online", "online", self._operation()),)
 
     def columns(self) -> tuple[Launch, ...]:
-        """Return `fused` or `online` for rows side by side, with an order of sums of its own."""
-        rows = self._rows
-        fitting = (t for t in tiles_of(rows.dtype) if rows.columns <= MAX_THREADS // t[0] * t[1])
-        width, held = next(fitting, OPEN_TILE[rows.dtype.itemsize])
-        lanes = MAX_THREADS // width
-        if held:
-            lanes = max(power_of_two(-(-rows.columns // held)), BLOCK_THREADS // width)
-            held = power_of_two(-(-rows.columns // lanes))
-        tile = width * CHUNK // rows.dtype.itemsize
-        threads = width * lanes
-        states = tile * (threads // WARP + 1) * 2 * accumulator(rows.dtype).itemsize
+        """Return the kernel for rows side by side, with an order of sums of its own."""
+        rows, limits = self._rows, self._limits
+        tiles = COLUMN_TILES[rows.dtype.itemsize, self._pairs]
+        tile = next(tile for tile in tiles if rows.columns <= tile.columns(limits))
+        lanes, blocks = tile.lanes, 1
+        if tile.held:
+            lanes = max(power_of_two(-(-rows.columns // tile.held)), LEAST_THREADS // tile.width)
+            blocks = max(1, lanes // tile.lanes)
+            lanes //= blocks
+        threads, tile_rows = tile.width * lanes, tile.width * tile.rows
+        state = 2 * accumulator(rows.dtype).itemsize
         return (
             Launch(
-                _columns_kernel(rows.dtype, self._operation(), width, held),
-                grid=min(-(-rows.rows // tile), self._limits.blocks),
+                _columns_kernel(rows.dtype, self._operation(), tile, blocks),
+                grid=min(-(-rows.rows // tile_rows), limits.blocks // blocks) * blocks,
                 block=threads,
-                shared_bytes=states,
+                shared_bytes=2 * (threads // WARP + blocks) * tile_rows * state,
             ),
         )
 
@@ -328,6 +361,7 @@ class _Planner:
         fields["kept_axes"] = len(rows.kept.sizes)
         fields["reduced_axes"] = len(rows.reduced.sizes)
         fields["log2_lanes"], fields["across"] = self._lanes.bit_length() - 1, self._across
+        fields["parts"], fields["ahead"] = self._blocks, self._ahead
         for (member, i), spec, kept, reduced in zip(
             rows.roles, rows.specs, rows.kept.strides, rows.reduced.strides, strict=True
         ):
@@ -346,24 +380,18 @@ class _Planner:
     def _operation(self) -> str:
         return _OPERATIONS[self._problem.operation]
 
-    def _pairs_need_cluster(self) -> bool:
-        """Tell whether two operands fit the registers of a cluster but not those of a block."""
-        blocks, dtype = self._limits.cluster_blocks, self._rows.dtype
-        held, in_cluster = held_chunks(dtype, pairs=True)
-        chunks = self._rows.chunks
-        return blocks > 1 and MAX_THREADS * held < chunks <= blocks * MAX_THREADS * in_cluster
-
     def _lane_chunks(self) -> int:
-        return -(-self._rows.chunks // self._lanes)
+        return -(-self._rows.chunks // (self._lanes * self._blocks))
 
     def _register_chunks(self) -> int:
-        """Return the chunks that each lane holds in registers, or 0."""
-        needed = power_of_two(self._lane_chunks())
+        """Return the chunks of each operand that a lane holds in registers, or 0."""
         if not self._packed:
             return 0
+        needed = power_of_two(self._lane_chunks())
         if self._blocks > 1:
-            return max(needed, self._held) if needed <= self._held_in_cluster else 0
-        return needed if needed <= self._held else 0
+            needed = max(needed, HELD_PAIRS)
+        most = held_chunks(self._blocks, self._rows.dtype, pairs=self._pairs)
+        return needed if needed <= most else 0
 
     def _held_bytes(self, slots: int) -> int:
         """Return the bytes of shared memory in which fused holds rows, see `Held`."""
@@ -392,7 +420,7 @@ class _Planner:
         held: int = 0,
     ) -> Launch:
         rows, blocks = self._rows, self._blocks
-        threads = self._slots * self._lanes // blocks
+        threads = self._slots * self._lanes
         teams = min(-(-rows.rows // self._slots), self._limits.blocks // blocks)
         return Launch(
             _kernel(file, kernel, rows.dtype, operation, self._layout, *counts),

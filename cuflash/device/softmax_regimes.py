@@ -1,6 +1,7 @@
 """How the softmax kernels share out rows, and which of them `auto` takes: tables and thresholds.
 
-Every number has its reason beside it. Thresholds are computed from the limits of a device.
+Every number has its reason beside it. Thresholds are computed from the limits of a device. Shares
+are of the rate of a copy, measured on an H200.
 """
 
 from __future__ import annotations
@@ -14,42 +15,94 @@ from .executor import DeviceLimits
 from .softmax_rows import CHUNK
 
 WARP = 32
-#: Most threads of a block (`kMaxThreads`), and how many it has where nothing asks for more: small
-#: blocks let the rows of one finish while others load.
-MAX_THREADS, BLOCK_THREADS = 512, 128
+#: Most threads of a block (`kMaxThreads`), and fewest: small blocks let the rows of one finish
+#: while others load, but 32 blocks of a warp would not fill a multiprocessor (0.79, not 0.99).
+MAX_THREADS, LEAST_THREADS = 512, 64
 
-#: Lanes of a team by the most chunks of a row, else all threads of a block. Rows of up to 4 KB stay
-#: within a warp, which needs no barrier; 4 chunks a lane are 64 bytes in flight a thread, at which
-#: enough threads are resident to hide the latency of memory; 4 lanes read two sectors at a time.
-LANES = ((1, 1), (2, 2), (16, 4), (32, 8), (64, 16), (256, 32), (512, 128), (1024, 256))
-#: The same for gradients, which read two chunks for one.
-PAIR_LANES = (
-    (1, 1),
-    (2, 2),
-    (16, 4),
-    (32, 8),
-    (64, 16),
-    (128, 32),
-    (256, 64),
-    (512, 128),
-    (1024, 256),
-)
-#: Most chunks that a lane holds in registers, 4 registers each: of a row, of each of two operands,
-#: and in a cluster of all the blocks there can be, which leaves one block a multiprocessor.
-HELD_CHUNKS, HELD_PAIRS, HELD_IN_CLUSTER = 8, 4, 16
-#: The same for float64, whose exponential leaves no registers for more.
-HELD_DOUBLE = 4
+#: Chunks of a row for each lane of its team, by the most chunks of a row; rows beyond the last have
+#: all threads of a block. 4 chunks are 64 bytes in flight a thread, at which enough threads are
+#: resident to hide the latency of memory (0.97 to 1.00; 8 chunks 0.96, 1 chunk 0.40 to 0.90); rows
+#: of 128 bytes and less would leave too few lanes to read whole sectors.
+LANE_CHUNKS = ((8, 2), (2048, 4))
+#: float64: a chunk has 2 elements to compute beside each exchange, so 8 are better where warps
+#: exchange (0.99, 4 chunks 0.84 to 0.95).
+LANE_CHUNKS_DOUBLE = ((8, 2), (256, 4), (4096, 8))
+#: Gradients, which read two chunks for one (1.02 to 1.03).
+LANE_CHUNKS_PAIR = ((512, 2), (2048, 4))
+#: Most chunks that a lane holds in registers, 4 registers each: of a row, which at 16 leaves room
+#: for one block of 512 threads (0.97 in float32, 0.91 in bfloat16, 0.90 in float64); of each of
+#: two operands; and of these in clusters of 8 blocks or more, where nothing else holds the row
+#: (float64: 4, as the exponential of log_softmax's gradient leaves no registers for more).
+HELD_CHUNKS, HELD_PAIRS, HELD_PAIRS_IN_CLUSTER = 16, 4, 8
+#: Threads of a cluster's blocks, in the order of preference: two blocks of 256 threads with 16
+#: chunks a lane share a multiprocessor (N = 2^17 in float32 0.88, with 512 threads 0.86 and with
+#: 8 chunks 0.87); 512 for rows that the largest cluster of those cannot hold.
+CLUSTER_THREADS = (256, 512)
 #: Sizes of clusters; the last two are the largest that devices have.
 CLUSTERS = (2, 4, 8, 16)
+#: Registers of a thread by the most chunks that it holds, as the kernels are compiled.
+REGISTERS = ((4, 48), (8, 64), (HELD_CHUNKS, 128))
+#: The first compute capability that brings runs of bytes to L2 by one instruction.
+PREFETCHES = 90
+#: Least bytes of a row that a block reads where a row is split: enough that starting it is cheap.
+PART_BYTES = 128 << 10
 #: Least bytes that a warp reads together where rows lie side by side: two sectors of memory.
 ACROSS_BYTES = 64
-#: Tiles of `columns.cu` in the order of preference: bundles of rows side by side (16 bytes each,
-#: two make a sector of memory), and the most columns that a lane holds in registers. Rows that none
-#: of them holds are read twice.
-TILES = ((8, 8), (4, 8), (2, 8), (2, 16))
-OPEN_TILE = {8: (2, 0), 4: (4, 0), 2: (4, 0)}  # by bytes an element: registers again
 #: Bytes that a thread or warp gives to the others of its team, in two buffers (`kExchange`).
 EXCHANGE = 2 * 16
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnTile:
+    """A tile of `columns.cu`: `width` threads side by side with `rows` rows each.
+
+    A lane holds `held` columns in registers, 0 where it reads them twice; a block has at most
+    `lanes` lanes, and `blocks` of them are a cluster at most.
+    """
+
+    rows: int
+    width: int
+    held: int
+    lanes: int
+    blocks: int = 1
+
+    def columns(self, limits: DeviceLimits) -> float:
+        """Return the most columns of rows that the tile can take on a device."""
+        blocks = min(self.blocks, limits.cluster_blocks)
+        return self.held * self.lanes * blocks if self.held else math.inf
+
+
+#: By bytes of an element and whether there are two operands, in the order of preference. A lane
+#: holds 64 bytes (float32: 128 where more lanes would be united than columns saved), and threads
+#: side by side read 64 or 128 bytes. Where exponentials weigh more than the third trip, as in
+#: bfloat16 and float64, no cluster is better than reading twice: at N = 4096 0.34 to 0.55 and 0.35
+#: to 0.54. Measured at N = 128, 512 and 4096, of 0.8 that a copy of the strides might reach.
+COLUMN_TILES = {
+    # 0.84, 0.83, 0.67; beyond clusters 0.59
+    (4, False): (
+        ColumnTile(1, 32, 16, 8),
+        ColumnTile(1, 32, 32, 16, blocks=16),
+        ColumnTile(2, 16, 0, 32),
+    ),
+    # 0.73, 0.56, 0.55
+    (2, False): (
+        ColumnTile(2, 32, 16, 8),
+        ColumnTile(2, 16, 16, 32),
+        ColumnTile(4, 16, 0, 32),
+    ),
+    # 0.74, 0.53, 0.54
+    (8, False): (
+        ColumnTile(1, 16, 8, 16),
+        ColumnTile(1, 8, 8, 64),
+        ColumnTile(1, 16, 0, 32),
+    ),
+    # 0.85, 0.82, 0.63; beyond clusters 0.55
+    (4, True): (ColumnTile(1, 32, 16, 16, blocks=16), ColumnTile(1, 32, 0, 16)),
+    # 0.74, not measured, 0.52
+    (2, True): (ColumnTile(2, 16, 8, 32), ColumnTile(2, 32, 0, 16)),
+    # 0.86, 0.82, 0.61; beyond clusters 0.50
+    (8, True): (ColumnTile(1, 16, 8, 32, blocks=16), ColumnTile(1, 16, 0, 32)),
+}
 
 
 def power_of_two(n: int) -> int:
@@ -57,29 +110,82 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def tiles_of(dtype: np.dtype) -> tuple[tuple[int, int], ...]:
-    """Return the tiles of `columns.cu`: 16 columns of 16-bit rows and their states are too many."""
-    return (
-        *(t for t in TILES if dtype.itemsize > 2 or t[1] <= HELD_CHUNKS),
-        OPEN_TILE[dtype.itemsize],
-    )
+def lanes_of(chunks: int, dtype: np.dtype, *, pairs: bool) -> int:
+    """Return the lanes of a team. The order of a sum depends on it: of dtype and columns, then."""
+    one = LANE_CHUNKS_DOUBLE if dtype.itemsize == 8 else LANE_CHUNKS
+    for most, each in LANE_CHUNKS_PAIR if pairs else one:
+        if chunks <= most:
+            return power_of_two(-(-chunks // each))
+    return MAX_THREADS
 
 
-def held_chunks(dtype: np.dtype, *, pairs: bool) -> tuple[int, int]:
-    """Return the most chunks of each operand in a lane's registers: of a block, of a cluster."""
-    if dtype.itemsize == 8:
-        return HELD_DOUBLE, HELD_DOUBLE
-    return (HELD_PAIRS, HELD_IN_CLUSTER // 2) if pairs else (HELD_CHUNKS, HELD_IN_CLUSTER)
+def held_chunks(blocks: int, dtype: np.dtype, *, pairs: bool) -> int:
+    """Return the most chunks of each operand that a lane of a team of so many blocks holds."""
+    if not pairs:
+        return HELD_CHUNKS
+    wide = dtype.itemsize == 8 or blocks < CLUSTERS[-2]
+    return HELD_PAIRS if wide else HELD_PAIRS_IN_CLUSTER
 
 
-def cluster_chunks(dtype: np.dtype, blocks: int, packed: bool, *, pairs: bool) -> tuple[int, ...]:
-    """Return what a lane of a cluster can hold in registers, 0 for shared memory."""
-    least, most = held_chunks(dtype, pairs=pairs)
-    if not packed:
-        return (0,)
-    if most == least:
-        return (least,) if pairs else (least, 0)
-    return (least, most) if blocks >= CLUSTERS[-2] else (least,)
+def cluster_shape(chunks: int, limits: DeviceLimits) -> tuple[int, int]:
+    """Return the blocks of a cluster that holds a row of so many chunks, and their threads."""
+    for threads in CLUSTER_THREADS:
+        blocks = max(CLUSTERS[0], power_of_two(-(-chunks // (threads * HELD_CHUNKS))))
+        if blocks <= limits.cluster_blocks:
+            break
+    return blocks, threads
+
+
+def pair_cluster(chunks: int, dtype: np.dtype, limits: DeviceLimits) -> int:
+    """Return the blocks of the cluster that holds two operands' rows; 1 where it takes none.
+
+    Rows that one block holds need none, and what the largest cluster cannot hold is read twice.
+    """
+    if chunks <= MAX_THREADS * HELD_PAIRS:
+        return 1
+    largest = limits.cluster_blocks
+    if chunks > largest * MAX_THREADS * held_chunks(largest, dtype, pairs=True):
+        return 1
+    return min(power_of_two(-(-chunks // (MAX_THREADS * HELD_PAIRS))), largest)
+
+
+def resident_blocks(
+    limits: DeviceLimits, threads: int, shared_bytes: int, registers: int = 0
+) -> int:
+    """Return how many blocks of a kernel a multiprocessor holds at a time.
+
+    Registers are given out in units of 8 a thread, shared memory in units of 128 bytes; from
+    compute capability 8.0 on, the system takes 1 KB of it for each block.
+    """
+    system = 1024 if int(limits.compute_capability) >= 80 else 0
+    shared = -(-(shared_bytes + system) // 128) * 128
+    bounds = [limits.threads_per_sm // threads]
+    if shared:
+        bounds.append(limits.shared_per_sm // shared)
+    if registers:
+        bounds.append(limits.registers_per_sm // (-(-registers // 8) * 8 * threads))
+    return min(bounds)
+
+
+def rows_ahead(limits: DeviceLimits, threads: int, chunks: int, blocks: int) -> int:
+    """Return how far ahead of its own row a block of one team prefetches, in rows; 0: it does not.
+
+    Just as far as the row that takes its place on the chip: one wave of rows lies in L2 then (from
+    0.945 to 0.987 of the copy at N = 4096 in float32). Two waves push each other out (from 0.85 to
+    0.68 at 2^18, in blocks spread over the GPU). A block too few in the estimate would have rows
+    prefetched that are being read; one too many costs nothing.
+    """
+    if int(limits.compute_capability) < PREFETCHES:
+        return 0
+    registers = next(count for most, count in REGISTERS if chunks <= most)
+    resident = max(1, resident_blocks(limits, threads, 0, registers))
+    return max(1, resident * limits.multiprocessors // blocks)
+
+
+def parts_of(rows: int, row_bytes: int, limits: DeviceLimits) -> int:
+    """Return how many blocks share a row that no chip holds, so that few rows fill the GPU."""
+    blocks = min(limits.multiprocessors, limits.blocks)
+    return max(1, min(blocks // max(rows, 1), row_bytes // PART_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +197,30 @@ class Regime:
     reason: str
 
 
-def softmax_regimes(limits: DeviceLimits, dtype: np.dtype) -> tuple[Regime, ...]:
+def softmax_regimes(limits: DeviceLimits) -> tuple[Regime, ...]:
     """Return the methods of `auto` in rising order of the rows they take."""
     fused = Regime(
         "fused",
         shared_capacity(limits),
         "a row is read once and held on chip: two trips, while a block can hold one",
     )
-    online = Regime("online", math.inf, "a row is read twice: three trips, at any length")
+    online = Regime(
+        "online",
+        math.inf,
+        "a row is read twice: three trips, at any length; few rows are split over all blocks",
+    )
     if limits.cluster_blocks == 1:
         return fused, online
-    fused = replace(
-        fused,
-        row_bytes=MAX_THREADS * HELD_CHUNKS * CHUNK,
-        reason="a row is read once and held in registers: two trips, while two blocks with a "
-        "row each share a multiprocessor and one computes as the other waits",
-    )
-    if dtype.itemsize == 8:
-        # Exponentials of float64 take longer than a third trip: what holds rows in one block a
-        # multiprocessor has nothing to compute them beside.
-        return fused, online
     return (
-        fused,
+        replace(
+            fused,
+            row_bytes=min(fused.row_bytes, MAX_THREADS * HELD_CHUNKS * CHUNK),
+            reason="a row is read once and held in registers: two trips, while a block can hold "
+            "one; the row after it comes to L2 meanwhile",
+        ),
         Regime(
             "cluster",
-            limits.cluster_blocks * MAX_THREADS * HELD_IN_CLUSTER * CHUNK,
+            cluster_capacity(limits),
             "a row is read once and held in the registers of several blocks: two trips, while a "
             "cluster can hold one",
         ),
@@ -136,16 +241,9 @@ def cluster_capacity(limits: DeviceLimits) -> int:
     """Return the bytes of the longest row that the largest cluster holds, in either memory."""
     if limits.cluster_blocks == 1:
         return 0
-    return limits.cluster_blocks * min(
-        shared_capacity(limits), MAX_THREADS * HELD_IN_CLUSTER * CHUNK
-    )
+    return limits.cluster_blocks * min(shared_capacity(limits), MAX_THREADS * HELD_CHUNKS * CHUNK)
 
 
 def exchange_bytes(threads: int, *, across: bool) -> int:
     """Return the bytes of shared memory before `Team::memory_end`."""
     return -(-(threads if across else threads // WARP) * EXCHANGE // 128) * 128
-
-
-def lanes_of(chunks: int, table: tuple[tuple[int, int], ...]) -> int:
-    """Return the lanes of a team. The order of a sum depends on it: of dtype and columns, then."""
-    return next((lanes for most, lanes in table if chunks <= most), MAX_THREADS)

@@ -116,8 +116,32 @@ __device__ __forceinline__ double exponential(double x) {
 __device__ __forceinline__ float quick_exponential(float x) {
     return exp2f(__fmul_rn(x, 1.44269504f));
 }
+// 19 instructions of the float64 pipe without a branch, with a relative error of 2^-52: the
+// remainder r of x by log 2 lies within log(2) / 2, where a polynomial interpolates
+// (exp(r) - 1 - r) / r^2 at Chebyshev's points. Results below 2^-1022 are 0.
 __device__ __forceinline__ double quick_exponential(double x) {
-    return exp(x);
+    x = x < -746.0 ? -746.0 : x;
+    x = x > 710.0 ? 710.0 : x;
+    // x / log 2, rounded to an integer by what is too large to have a fraction.
+    const double shifted = __fma_rn(x, 1.4426950408889634, 6755399441055744.0);
+    const double k = __dadd_rn(shifted, -6755399441055744.0);
+    const int exponent = __double2loint(shifted);
+    double r = __fma_rn(-k, 0.6931471805582987, x);
+    r = __fma_rn(-k, 1.6465949582897082e-12, r);
+    double y = 2.510038549551032e-08;
+    y = __fma_rn(y, r, 2.7620088445409746e-07);
+    y = __fma_rn(y, r, 2.7557268459997064e-06);
+    y = __fma_rn(y, r, 2.4801521295954376e-05);
+    y = __fma_rn(y, r, 0.00019841269863053618);
+    y = __fma_rn(y, r, 0.0013888888917213717);
+    y = __fma_rn(y, r, 0.008333333333330062);
+    y = __fma_rn(y, r, 0.04166666666662413);
+    y = __fma_rn(y, r, 0.16666666666666669);
+    y = __fma_rn(y, r, 0.5000000000000001);
+    y = __fma_rn(y, r, 1.0);
+    y = __fma_rn(y, r, 1.0);
+    const int biased = exponent < -1023 ? 0 : exponent + 1023;
+    return y * __hiloint2double(biased << 20, 0);
 }
 __device__ __forceinline__ float logarithm(float x) {
     return logf(x);

@@ -1,6 +1,13 @@
 // Thread-block clusters (sm_90): ranks, barriers, writes to the shared memory of other blocks.
 #pragma once
 
+// Of a kernel: the blocks of its clusters, one by one where there are none.
+#if __CUDA_ARCH__ >= 900
+#define CUFLASH_CLUSTERS(blocks) __cluster_dims__(blocks, 1, 1)
+#else
+#define CUFLASH_CLUSTERS(blocks)
+#endif
+
 namespace cuflash {
 
 // The number of this block in its cluster.

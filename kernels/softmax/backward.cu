@@ -16,7 +16,7 @@
 namespace cuflash {
 
 template <typename T, typename Gradient, Layout kLayout, int kChunks>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<T, 2 * kChunks>)
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocksOfPairs<T, kChunks>)
     reduced_vjp(const __grid_constant__ SoftmaxParameters p) {
     CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
     vjp_of_rows<T, Gradient, kLayout, kChunks>(p, memory);

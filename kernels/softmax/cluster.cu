@@ -8,41 +8,35 @@
 // shared memory (softmax), or reads them twice (gradients).
 // Grid: clusters of kBlocks blocks of one team, each cluster row by row. Dynamic shared memory: as
 // in fused.cu.
-#include "lib/ptx_cluster.cuh"
-#include "softmax/backward.cuh"
+#include "softmax/cluster.cuh"
 #include "softmax/fused.cuh"
 
 namespace cuflash {
 
 template <int kBlocks>
 struct Cluster {
-    static constexpr int kCount = kBlocks;
+    static constexpr bool kGather = true;
 
     // A block may write to another only once that one runs.
-    __device__ __forceinline__ Cluster() { cluster_arrive(); }
+    __device__ __forceinline__ explicit Cluster(const SoftmaxParameters&) { cluster_arrive(); }
 
+    __device__ __forceinline__ int count() const { return kBlocks; }
     __device__ __forceinline__ int rank() const { return cluster_rank(); }
 
     // Gives each lane of a warp the value of the block whose rank is the lane's number. As in a
     // team's exchange, two buffers take turns.
     template <typename V>
     __device__ __forceinline__ V gather(const V& value) {
-        using A = decltype(first_of(value));
-        __shared__ A received[2][kBlocks][2];
+        __shared__ V received[2][kBlocks];
         if (!started_) {
             cluster_wait();
             started_ = true;
         }
         turn_ ^= 1;
-        if (threadIdx.x < kBlocks) {
-            const unsigned to = cluster_address(received[turn_][rank()], threadIdx.x);
-            cluster_store(to, first_of(value));
-            cluster_store(to + int(sizeof(A)), second_of(value));
-        }
+        if (threadIdx.x < kBlocks) send(value, &received[turn_][rank()], threadIdx.x);
         cluster_arrive();
         cluster_wait();
-        const A* from = received[turn_][threadIdx.x % kBlocks];
-        return {from[0], from[1]};
+        return received[turn_][threadIdx.x % kBlocks];
     }
 
     // Nobody may leave before all have been heard.
@@ -53,36 +47,18 @@ struct Cluster {
   private:
     bool started_ = false;
     int turn_ = 0;
-
-    template <typename A>
-    static __device__ __forceinline__ A first_of(const OnlineSoftmax<A>& v) {
-        return v.m;
-    }
-    template <typename A>
-    static __device__ __forceinline__ A second_of(const OnlineSoftmax<A>& v) {
-        return v.l;
-    }
-    template <typename A>
-    static __device__ __forceinline__ A first_of(const Sum<A>& v) {
-        return v.total;
-    }
-    template <typename A>
-    static __device__ __forceinline__ A second_of(const Sum<A>& v) {
-        return v.occupied;
-    }
 };
 
 template <typename T, typename Operation, Layout kLayout, int kChunks, int kBlocks>
-__global__ void __cluster_dims__(kBlocks, 1, 1)
-    __launch_bounds__(kMaxThreads, kMinBlocks<T, kChunks>)
-        cluster(const __grid_constant__ SoftmaxParameters p) {
+__global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kMinBlocks<kChunks>)
+    cluster(const __grid_constant__ SoftmaxParameters p) {
     CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
     softmax_of_held<T, Operation, kLayout, kChunks, Cluster<kBlocks>>(p, memory);
 }
 
 template <typename T, typename Gradient, Layout kLayout, int kChunks, int kBlocks>
-__global__ void __cluster_dims__(kBlocks, 1, 1)
-    __launch_bounds__(kMaxThreads, kMinBlocks<T, 2 * kChunks>)
+__global__ void CUFLASH_CLUSTERS(kBlocks)
+    __launch_bounds__(kMaxThreads, kMinBlocksOfPairs<T, kChunks>)
         cluster_vjp(const __grid_constant__ SoftmaxParameters p) {
     CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
     vjp_of_rows<T, Gradient, kLayout, kChunks, Cluster<kBlocks>>(p, memory);

@@ -1,220 +1,234 @@
-// Softmax of rows that lie side by side in memory, such as the columns of a C-order matrix.
+// Softmax and its gradients of rows that lie side by side in memory, such as the columns of a
+// C-order matrix.
 //
-// A thread moves 16 bytes at a time, one column of kVector<T> neighbouring rows, and keeps a state
-// for each of them. A block takes a tile of kWidth such bundles of rows; its lanes share their
-// columns: column c belongs to lane c % lanes.
+// A thread moves kRows neighbouring rows of one column at a time and keeps a state for each; the
+// kWidth threads beside each other read 64 or 128 bytes. The fewer rows a thread has, the fewer
+// states there are to unite.
 //
-// kHeld > 0: every lane holds that many columns in registers, so that rows of up to lanes * kHeld
-// columns make two trips to memory. kHeld = 0: the online update and a second read, any length.
+// kHeld > 0: every lane holds that many columns in registers, so that rows of up to
+// lanes * kHeld columns make two trips to memory (gradients: three). kBlocks > 1: those of a
+// cluster's blocks (sm_90). kHeld = 0: rows of any length are read twice.
 //
-// x (rows, columns) -> output[0] (rows, columns), or one or two entries a row. The last of the kept
-// axes has stride 1 and a multiple of kVector<T> rows; all other strides are such multiples, too.
-// Grid: blocks of kWidth * lanes threads, tile by tile; any number of blocks is right. Dynamic
-// shared memory: an OnlineSoftmax for each row of the tile and each warp and one more.
-#include "softmax/result.cuh"
+// x (rows, columns) -> output[0] (rows, columns), or one or two entries a row; gradients as in
+// backward.cu. The last of the kept axes has stride 1 and a multiple of kRows rows; all other
+// strides are such multiples, too.
+// Grid: clusters of kBlocks blocks, tile by tile; any number of them is right. Dynamic shared
+// memory: as `Tiles` wants it.
+#include "softmax/columns.cuh"
 
 namespace cuflash {
 
-// The states of the rows of one bundle.
-template <typename T>
-struct Bundle {
-    using A = Accumulator<T>;
-    static constexpr int kRows = kVector<T>;
-    OnlineSoftmax<A> row[kRows];
+// Bytes of each operand that a thread reads at a time where it does not hold its rows.
+constexpr int kReadBytes = 64, kReadBytesOfPair = 32;
+// Blocks of a multiprocessor: as `kMinBlocks`, for what a thread reads or holds here.
+constexpr int kColumnBlocks = kMostShared == 8 ? 2 : 1;
 
-    __device__ __forceinline__ Bundle() {
-#pragma unroll
-        for (int v = 0; v < kRows; ++v) row[v] = OnlineSoftmax<A>::identity();
-    }
-    __device__ __forceinline__ void raise(const Wide<T>& scores) {
-#pragma unroll
-        for (int v = 0; v < kRows; ++v) row[v].m = maximum(row[v].m, scores.element[v]);
-    }
-    __device__ __forceinline__ Wide<T> weights(Wide<T> scores) const {
-#pragma unroll
-        for (int v = 0; v < kRows; ++v) scores.element[v] = row[v].weight(scores.element[v]);
-        return scores;
-    }
-    __device__ __forceinline__ void add(const Wide<T>& weights) {
-#pragma unroll
-        for (int v = 0; v < kRows; ++v) row[v].l = cuflash::add(row[v].l, weights.element[v]);
-    }
-
-    // Unites the lanes of this warp, which lie `width` threads apart, first by their maxima.
-    __device__ __forceinline__ void share_maxima(int width) {
-#pragma unroll 1
-        for (int bit = width; bit < 32; bit *= 2)
-#pragma unroll
-            for (int v = 0; v < kRows; ++v)
-                row[v].m = maximum(row[v].m, shuffle_xor(row[v].m, bit));
-    }
-    // Then by their sums, relative to these.
-    __device__ __forceinline__ void share_sums(int width) {
-#pragma unroll 1
-        for (int bit = width; bit < 32; bit *= 2)
-#pragma unroll
-            for (int v = 0; v < kRows; ++v)
-                row[v].l = cuflash::add(row[v].l, shuffle_xor(row[v].l, bit));
-    }
-};
-
-// What an operation makes of the columns of a bundle.
-template <typename T, typename Operation>
-struct BundleResult {
-    Operation row[kVector<T>];
-
-    __device__ __forceinline__ BundleResult(const Bundle<T>& state, const Bundle<T>& base) {
-#pragma unroll
-        for (int v = 0; v < kVector<T>; ++v) row[v] = Operation(state.row[v], base.row[v]);
-    }
-    // Of weights if so told, else of scores.
-    template <bool kWeights>
-    __device__ __forceinline__ Vector<T> of(const Wide<T>& chunk) const {
-        Vector<T> result;
-#pragma unroll
-        for (int v = 0; v < kVector<T>; ++v)
-            result.element[v] = narrow<T>(result_of<kWeights>(row[v], chunk.element[v]));
-        return result;
-    }
-};
-
-// Unites the states of a bundle over all lanes of the block: of `states`, one row of the tile after
-// the other for each warp, and one set more for the results. To be called by all threads.
-template <typename T, int kWidth>
-__device__ __forceinline__ Bundle<T> unite(const Bundle<T>& bundle,
-                                           OnlineSoftmax<Accumulator<T>>* states) {
-    using A = Accumulator<T>;
-    constexpr int kTile = kWidth * kVector<T>;
-    const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
-    if (warps == 1) return bundle;
-    __syncthreads();  // the states of an earlier tile have been read
-    if (lane < kWidth) {
-#pragma unroll
-        for (int v = 0; v < kVector<T>; ++v)
-            states[warp * kTile + lane * kVector<T> + v] = bundle.row[v];
-    }
-    __syncthreads();
-    OnlineSoftmax<A>* results = states + warps * kTile;
-    for (int r = threadIdx.x; r < kTile; r += blockDim.x) {
-        OnlineSoftmax<A> state = OnlineSoftmax<A>::identity();
-        for (int w = 0; w < warps; ++w) state.m = maximum(state.m, states[w * kTile + r].m);
-        for (int w = 0; w < warps; ++w)
-            state.l = add(state.l, states[w * kTile + r].relative_to(state.m));
-        results[r] = state;
-    }
-    __syncthreads();
-    Bundle<T> united;
-#pragma unroll
-    for (int v = 0; v < kVector<T>; ++v)
-        united.row[v] = results[threadIdx.x % kWidth * kVector<T> + v];
-    return united;
-}
-
-template <typename T, typename Operation, int kWidth, int kHeld>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+template <typename T, typename Operation, int kRows, int kWidth, int kHeld, int kBlocks>
+__global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kColumnBlocks)
     columns(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
-    constexpr int kRows = kVector<T>;
+    using Few = Bundle<T, kRows>;
+    using State = OnlineSoftmax<A>;
     constexpr bool kWeights = Operation::kOfWeights && sizeof(T) == sizeof(A);
-    CUFLASH_DYNAMIC_SHARED(OnlineSoftmax<A>, states);
-    const int lane = threadIdx.x / kWidth, lanes = blockDim.x / kWidth;
-    const int64 bundles = p.rows / kRows, tiles = (bundles + kWidth - 1) / kWidth;
+    CUFLASH_DYNAMIC_SHARED(State, memory);
+    Tiles<State, kRows, kWidth, kBlocks> tiles(memory);
+    const int lanes = tiles.lanes(), lane = tiles.lane();
+    const int64 x_step = p.input[0].reduced_stride[0], y_step = p.output[0].reduced_stride[0];
 
-    for (int64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const int64 bundle = tile * kWidth + threadIdx.x % kWidth;
-        const bool active = bundle < bundles;
-        const int64 row = active ? bundle * kRows : 0;
+    tiles.for_each(p, [&](int64 row, bool active) {
         const Place place(p, row);
         const T* x = static_cast<const T*>(p.input[0].data) + place.input[0];
         T* y = static_cast<T*>(p.output[0].data) + place.output[0];
-        auto load = [&](auto column) {
-            return load_streaming(x + column * p.input[0].reduced_stride[0],
-                                  active && column < decltype(column)(p.columns), lowest<T>());
-        };
-        auto store = [&](auto column, const Vector<T>& result) {
-            if (active && column < decltype(column)(p.columns))
-                store_streaming(y + column * p.output[0].reduced_stride[0], result);
-        };
-        auto write_rows = [&](const Bundle<T>& state) {
+        const int64 columns = active ? p.columns : 0;
+        State base[kRows], state[kRows];
+#pragma unroll
+        for (int v = 0; v < kRows; ++v) base[v] = State::identity();
+        auto unite_and_write_entries = [&] {
+            tiles.unite(state);
             if constexpr (!Operation::kColumns) {
                 if (!active || lane != 0) return;
 #pragma unroll
                 for (int v = 0; v < kRows; ++v)
-                    Operation(state.row[v]).template write<T>(p, Place(p, row + v));
+                    Operation(state[v]).template write<T>(p, Place(p, row + v));
             }
         };
-
-        Bundle<T> base;
         if constexpr (kHeld > 0) {
-            using Chunk = typename Either<kWeights, Wide<T>, Vector<T>>::type;
-            Chunk held[kHeld];
+            const int mine = columns_of_lane(columns, lane, lanes);
+            Few held[kHeld];
+            const T* from = x + lane * x_step;
 #pragma unroll
-            for (int i = 0; i < kHeld; ++i) held[i] = Chunk(load(lane + i * lanes));
-#pragma unroll
-            for (int i = 0; i < kHeld; ++i) base.raise(Wide<T>(held[i]));
-            base.share_maxima(kWidth);
-#pragma unroll
-            for (int i = 0; i < kHeld; ++i) {
-                const Wide<T> weights = base.weights(Wide<T>(held[i]));
-                if constexpr (kWeights) held[i] = weights;
-                base.add(weights);
-            }
-            base.share_sums(kWidth);
-            const Bundle<T> state = unite<T, kWidth>(base, states);
-            write_rows(state);
-            if constexpr (Operation::kColumns) {
-                const BundleResult<T, Operation> result(state, base);
-#pragma unroll
-                for (int i = 0; i < kHeld; ++i)
-                    store(lane + i * lanes, result.template of<kWeights>(Wide<T>(held[i])));
-            }
-        } else {
-            constexpr int kTogether = 4;  // columns in flight: 64 bytes a thread
-            CompensatedSum<A> l[kRows];
-#pragma unroll 1
-            for (int64 column = lane; column < p.columns; column += kTogether * lanes) {
-                Vector<T> scores[kTogether];
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) scores[i] = load(column + i * lanes);
-                Bundle<T> raised = base;
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) raised.raise(Wide<T>(scores[i]));
-#pragma unroll
-                for (int v = 0; v < kRows; ++v)
-                    if (raised.row[v].m > base.row[v].m)
-                        l[v].scale(base.row[v].raise(raised.row[v].m));
-                Bundle<T> batch = base;
-#pragma unroll
-                for (int v = 0; v < kRows; ++v) batch.row[v].l = 0;
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) batch.add(base.weights(Wide<T>(scores[i])));
-#pragma unroll
-                for (int v = 0; v < kRows; ++v) l[v].push(batch.row[v].l);
-            }
-            Bundle<T> warp = base;
-            warp.share_maxima(kWidth);
+            for (int i = 0; i < kHeld; ++i, from += lanes * x_step)
+                held[i] = load_bundle<T, kRows>(from, i < mine, lowest<T>());
 #pragma unroll
             for (int v = 0; v < kRows; ++v) {
-                base.row[v].l = l[v].sum;
-                warp.row[v].l = base.row[v].relative_to(warp.row[v].m);
+#pragma unroll
+                for (int i = 0; i < kHeld; ++i)
+                    base[v].m = maximum(base[v].m, widen(held[i].element[v]));
+#pragma unroll
+                for (int i = 0; i < kHeld; ++i) {
+                    const A weight = base[v].weight(widen(held[i].element[v]));
+                    if constexpr (kWeights) held[i].element[v] = weight;
+                    base[v].l = add(base[v].l, weight);
+                }
+                state[v] = base[v];
             }
-            warp.share_sums(kWidth);
-            const Bundle<T> state = unite<T, kWidth>(warp, states);
-            write_rows(state);
+            unite_and_write_entries();
             if constexpr (Operation::kColumns) {
-                const BundleResult<T, Operation> result(state, state);
+                Operation operation[kRows];
+#pragma unroll
+                for (int v = 0; v < kRows; ++v) operation[v] = Operation(state[v], base[v]);
+                T* to = y + lane * y_step;
+#pragma unroll
+                for (int i = 0; i < kHeld; ++i, to += lanes * y_step) {
+                    Few result;
+#pragma unroll
+                    for (int v = 0; v < kRows; ++v)
+                        result.element[v] =
+                            narrow<T>(result_of<kWeights>(operation[v], widen(held[i].element[v])));
+                    if (i < mine) store_bundle<T, kRows>(to, result);
+                }
+            }
+        } else {
+            constexpr int kTogether = kReadBytes / int(sizeof(Few));
+            auto load = [&](int64 column) {
+                return load_bundle<T, kRows>(x + column * x_step, column < columns, lowest<T>());
+            };
+            CompensatedSum<A> l[kRows];
 #pragma unroll 1
-                for (int64 column = lane; column < p.columns; column += kTogether * lanes) {
-                    Vector<T> scores[kTogether];
+            for (int64 column = lane; column < columns; column += kTogether * lanes) {
+                Few scores[kTogether];
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) scores[i] = load(column + i * lanes);
+#pragma unroll
+                for (int v = 0; v < kRows; ++v) {
+                    A top = base[v].m, batch = 0;
+#pragma unroll
+                    for (int i = 0; i < kTogether; ++i)
+                        top = maximum(top, widen(scores[i].element[v]));
+                    if (top > base[v].m) l[v].scale(base[v].raise(top));
+#pragma unroll
+                    for (int i = 0; i < kTogether; ++i)
+                        batch = add(batch, base[v].weight(widen(scores[i].element[v])));
+                    l[v].push(batch);
+                }
+            }
+#pragma unroll
+            for (int v = 0; v < kRows; ++v) state[v] = {base[v].m, l[v].sum};
+            unite_and_write_entries();
+            if constexpr (Operation::kColumns) {
+                Operation operation[kRows];
+#pragma unroll
+                for (int v = 0; v < kRows; ++v) operation[v] = Operation(state[v], state[v]);
+#pragma unroll 1
+                for (int64 column = lane; column < columns; column += kTogether * lanes) {
+                    Few scores[kTogether];
 #pragma unroll
                     for (int i = 0; i < kTogether; ++i) scores[i] = load(column + i * lanes);
 #pragma unroll
-                    for (int i = 0; i < kTogether; ++i)
-                        store(column + i * lanes, result.template of<false>(Wide<T>(scores[i])));
+                    for (int i = 0; i < kTogether; ++i) {
+                        const int64 at = column + i * lanes;
+                        Few result;
+#pragma unroll
+                        for (int v = 0; v < kRows; ++v)
+                            result.element[v] = narrow<T>(
+                                result_of<false>(operation[v], widen(scores[i].element[v])));
+                        if (at < columns) store_bundle<T, kRows>(y + at * y_step, result);
+                    }
                 }
             }
         }
-    }
+    });
+}
+
+template <typename T, typename Gradient, int kRows, int kWidth, int kHeld, int kBlocks>
+__global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kColumnBlocks)
+    columns_vjp(const __grid_constant__ SoftmaxParameters p) {
+    using A = Accumulator<T>;
+    using Few = Bundle<T, kRows>;
+    CUFLASH_DYNAMIC_SHARED(Sum<A>, memory);
+    Tiles<Sum<A>, kRows, kWidth, kBlocks> tiles(memory);
+    const int lanes = tiles.lanes(), lane = tiles.lane();
+    const int64 dy_step = p.input[0].reduced_stride[0], y_step = p.input[1].reduced_stride[0],
+                dx_step = p.output[0].reduced_stride[0];
+
+    tiles.for_each(p, [&](int64 row, bool active) {
+        const Place place(p, row);
+        const T* dy = static_cast<const T*>(p.input[0].data) + place.input[0];
+        const T* y = static_cast<const T*>(p.input[1].data) + place.input[1];
+        T* dx = static_cast<T*>(p.output[0].data) + place.output[0];
+        const int64 columns = active ? p.columns : 0;
+        auto load_dy = [&](const T* from, bool present) {
+            return load_bundle<T, kRows>(from, present, narrow<T>(A(0)));
+        };
+        auto load_y = [&](const T* from, bool present) {
+            return load_bundle<T, kRows>(from, present, narrow<T>(Gradient::absent()));
+        };
+        Sum<A> sum[kRows];
+#pragma unroll
+        for (int v = 0; v < kRows; ++v) sum[v] = {A(0), A(0)};
+        auto accumulate = [&](const Few& dys, const Few& ys) {
+#pragma unroll
+            for (int v = 0; v < kRows; ++v) {
+                const A value = widen(ys.element[v]);
+                sum[v].total = add(sum[v].total, Gradient::term(widen(dys.element[v]), value));
+                if (value != Gradient::absent()) sum[v].occupied = 1;
+            }
+        };
+        auto write = [&](T* to, const Few& dys, const Few& ys) {
+            Few result;
+#pragma unroll
+            for (int v = 0; v < kRows; ++v) {
+                const A value =
+                    Gradient{sum[v].total}.value(widen(dys.element[v]), widen(ys.element[v]));
+                result.element[v] = narrow<T>(sum[v].occupied == A(0) ? A(0) : value);
+            }
+            store_bundle<T, kRows>(to, result);
+        };
+        if constexpr (kHeld > 0) {
+            const int mine = columns_of_lane(columns, lane, lanes);
+            Few dys[kHeld], ys[kHeld];
+            const T* from = dy + lane * dy_step;
+#pragma unroll
+            for (int i = 0; i < kHeld; ++i, from += lanes * dy_step)
+                dys[i] = load_dy(from, i < mine);
+            from = y + lane * y_step;
+#pragma unroll
+            for (int i = 0; i < kHeld; ++i, from += lanes * y_step) ys[i] = load_y(from, i < mine);
+#pragma unroll
+            for (int i = 0; i < kHeld; ++i) accumulate(dys[i], ys[i]);
+            tiles.unite(sum);
+            T* to = dx + lane * dx_step;
+#pragma unroll
+            for (int i = 0; i < kHeld; ++i, to += lanes * dx_step)
+                if (i < mine) write(to, dys[i], ys[i]);
+        } else {
+            constexpr int kTogether = kReadBytesOfPair / int(sizeof(Few));
+            Few dys[kTogether], ys[kTogether];
+            auto load = [&](int64 column) {
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const int64 at = column + i * lanes;
+                    dys[i] = load_dy(dy + at * dy_step, at < columns);
+                    ys[i] = load_y(y + at * y_step, at < columns);
+                }
+            };
+#pragma unroll 1
+            for (int64 column = lane; column < columns; column += kTogether * lanes) {
+                load(column);
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) accumulate(dys[i], ys[i]);
+            }
+            tiles.unite(sum);
+#pragma unroll 1
+            for (int64 column = lane; column < columns; column += kTogether * lanes) {
+                load(column);
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i)
+                    if (column + i * lanes < columns)
+                        write(dx + (column + i * lanes) * dx_step, dys[i], ys[i]);
+            }
+        }
+    });
 }
 
 }  // namespace cuflash

@@ -12,7 +12,7 @@
 namespace cuflash {
 
 template <typename T, typename Operation, Layout kLayout, int kChunks>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<T, kChunks>)
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<kChunks>)
     fused(const __grid_constant__ SoftmaxParameters p) {
     CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
     softmax_of_held<T, Operation, kLayout, kChunks>(p, memory);

@@ -5,6 +5,7 @@
 // normalises them. That leaves one exchange between the warps, or blocks, of a team.
 #pragma once
 
+#include "lib/ptx_prefetch.cuh"
 #include "softmax/result.cuh"
 
 namespace cuflash {
@@ -53,6 +54,26 @@ class Held {
     }
 };
 
+// Prefetching takes registers, of which 16 chunks of double leave none from sm_100 on.
+template <typename T, int kChunks>
+constexpr bool kPrefetches = sizeof(T) < 8 || kChunks <= 8 || kMostShared == 8;
+
+// Has the chunks that this block will hold of a row brought to L2, so that memory has work while an
+// earlier row is reduced and written: one run of neighbouring chunks a thread. For blocks of one
+// team.
+template <typename T, int kChunks, typename Team>
+__device__ __forceinline__ void prefetch_row(const SoftmaxParameters& p, const Team& team,
+                                             int64 row) {
+    const int run = threadIdx.x;
+    if (run >= kChunks || row >= p.rows) return;
+    const int64 first = int64(run) * team.all_lanes() + team.blocks().rank() * team.lanes;
+    const int64 column = first * kVector<T>, left = p.columns - column;
+    if (left <= 0) return;
+    const int count = left < team.lanes * kVector<T> ? int(left) : team.lanes * kVector<T>;
+    const T* x = static_cast<const T*>(p.input[0].data) + Place(p, row).input[0];
+    prefetch_to_l2(x + column, count * int(sizeof(T)));
+}
+
 // output = Operation of x, row by row. `memory` is the block's dynamic shared memory.
 template <typename T, typename Operation, Layout kLayout, int kChunks, typename Blocks = OneBlock>
 __device__ __forceinline__ void softmax_of_held(const SoftmaxParameters& p, unsigned char* memory) {
@@ -72,6 +93,9 @@ __device__ __forceinline__ void softmax_of_held(const SoftmaxParameters& p, unsi
             for_each_chunk<T, kChunks>(p, team, [&](int i, auto column) {
                 held.put(i, x.load(column, where, lowest<T>()));
             });
+            if constexpr (kLayout == kPacked && kChunks > 0 && kPrefetches<T, kChunks>) {
+                if (p.ahead) prefetch_row<T, kChunks>(p, team, row + p.ahead);
+            }
             for_each_chunk<T, kChunks>(
                 p, team, [&](int i, auto) { group.m = largest(group.m, held.scores(i)); });
         }

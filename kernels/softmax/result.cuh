@@ -85,9 +85,10 @@ __device__ __forceinline__ A result_of(const Operation& operation, A x) {
 }
 
 // Writes the result of a row, reading its scores once more.
-template <typename T, Layout kLayout, typename Operation>
-__device__ __forceinline__ void write_result(const SoftmaxParameters& p, const Team<kLayout>& team,
-                                             const Place& place, const Operation& operation) {
+template <typename T, Layout kLayout, typename Operation, typename Blocks>
+__device__ __forceinline__ void write_result(const SoftmaxParameters& p,
+                                             const Team<kLayout, Blocks>& team, const Place& place,
+                                             const Operation& operation) {
     if constexpr (Operation::kColumns) {
         Row<T, kLayout> x(p, p.input[0], place.input[0]);
         Row<T, kLayout> y(p, p.output[0], place.output[0]);
@@ -107,7 +108,7 @@ __device__ __forceinline__ void write_result(const SoftmaxParameters& p, const T
                     y.store(column, result);
                 }
             });
-    } else if (team.lane == 0) {
+    } else if (team.lane_of_all() == 0) {
         operation.template write<T>(p, place);
     }
 }

@@ -20,15 +20,17 @@ enum Layout { kPacked, kStrided, kScattered };
 // Of a block: leaves each thread 128 registers, of which 16 chunks take 64.
 constexpr int kMaxThreads = 512;
 // Blocks of so many threads that share a multiprocessor, so that one computes while the other waits
-// for memory: with 64 registers a thread, of which 8 chunks of T take 32. The exponential of double
-// leaves no room for that, nor does what the compiler makes of 8 chunks for sm_120.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+// for memory: with 64 registers a thread, of which 8 chunks take 32. What the compiler makes of 8
+// chunks from sm_100 on leaves no room for that, nor do two operands of double with an exponential.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kMostShared = 4;
 #else
 constexpr int kMostShared = 8;
 #endif
+template <int kChunks>
+constexpr int kMinBlocks = 0 < kChunks && kChunks <= kMostShared ? 2 : 1;
 template <typename T, int kChunks>
-constexpr int kMinBlocks = sizeof(T) < 8 && 0 < kChunks && kChunks <= kMostShared ? 2 : 1;
+constexpr int kMinBlocksOfPairs = sizeof(T) < 8 ? kMinBlocks<2 * kChunks> : 1;
 constexpr int kKeptAxes = 6;
 constexpr int kReducedAxes = 4;
 
@@ -53,8 +55,11 @@ struct SoftmaxParameters {
     int64 kept_size[kKeptAxes];
     Divisor reduced[kReducedAxes];
     int kept_axes, reduced_axes;  // at least 1
-    int log2_lanes;               // of a team, whose lanes are a power of two
-    int across;  // neighbouring threads belong to neighbouring rows, not to one row
+    int log2_lanes;               // of a team in one block: a power of two
+    int across;    // neighbouring threads belong to neighbouring rows, not to one row
+    int parts;     // of a row, each of one block, where blocks do not hear from each other
+    int64 ahead;   // rows from one to the one that takes its place on the chip; 0: not to prefetch
+    void* states;  // (rows, parts): of the parts
     Operand input[3];
     Operand where;  // bytes; a column takes part where it is not 0
     Operand output[2];
@@ -198,13 +203,11 @@ __device__ __forceinline__ V butterfly(V value, int count, Combine combine) {
 
 // A team within one block: there are no other blocks to hear from.
 struct OneBlock {
-    static constexpr int kCount = 1;
+    static constexpr bool kGather = false;
 
+    __device__ __forceinline__ explicit OneBlock(const SoftmaxParameters&) {}
+    __device__ __forceinline__ int count() const { return 1; }
     __device__ __forceinline__ int rank() const { return 0; }
-    template <typename V>
-    __device__ __forceinline__ V gather(const V& value) {
-        return value;
-    }
 };
 
 // Bytes that a thread or warp gives to the others of its team at a time: two accumulators.
@@ -212,29 +215,33 @@ constexpr int kExchange = 16;
 
 // The threads of a block in teams of `lanes`: lane and slot (the team's number) of this thread.
 // With `across`, the threads of a warp belong to different rows, whose elements are neighbours in
-// memory. A team may span all threads of several blocks, see `Blocks`; `stride` counts all its
-// lanes. What reduces is to be called by all threads of the block.
+// memory. A team may span all threads of several blocks, see `Blocks`: all_lanes() counts them all.
+// What reduces is to be called by all threads of the block.
 template <Layout kLayout, typename Blocks = OneBlock>
 struct Team {
-    static constexpr int kBlocks = Blocks::kCount;
+  private:
+    Blocks blocks_;
 
+  public:
     int lanes, slots, lane, slot;
     bool across;
 
     // `memory` is shared memory of 2 * kExchange bytes a thread (across) or a warp.
     __device__ __forceinline__ Team(const SoftmaxParameters& p, unsigned char* memory)
-        : lanes((1 << p.log2_lanes) / kBlocks),
+        : blocks_(p),
+          lanes(1 << p.log2_lanes),
           across(kLayout != kPacked && p.across),
           memory_(memory) {
-        const int thread = threadIdx.x, log2_lanes = 31 - __clz(lanes);
-        slots = blockDim.x >> log2_lanes;
+        const int thread = threadIdx.x;
+        slots = blockDim.x >> p.log2_lanes;
         // Both are powers of two.
         lane = across ? thread >> (31 - __clz(slots)) : thread & (lanes - 1);
-        slot = across ? thread & (slots - 1) : thread >> log2_lanes;
+        slot = across ? thread & (slots - 1) : thread >> p.log2_lanes;
     }
 
+    __device__ __forceinline__ const Blocks& blocks() const { return blocks_; }
     // Lanes of the team, and the number of this one, in all its blocks.
-    __device__ __forceinline__ int all_lanes() const { return lanes * kBlocks; }
+    __device__ __forceinline__ int all_lanes() const { return lanes * blocks_.count(); }
     __device__ __forceinline__ int lane_of_all() const { return lane + blocks_.rank() * lanes; }
 
     // Where the memory that reductions need ends.
@@ -260,7 +267,7 @@ struct Team {
                 state = merge(gather_groups(state), lanes / 32);
             }
         }
-        if (kBlocks > 1) state = merge(blocks_.gather(state), kBlocks);
+        if constexpr (Blocks::kGather) state = merge(blocks_.gather(state), blocks_.count());
         return state;
     }
 
@@ -279,14 +286,14 @@ struct Team {
             value = across ? exchange(value, 32, lanes, combine)
                            : butterfly(gather_groups(value), lanes / 32, combine);
         }
-        if (kBlocks > 1) value = butterfly(blocks_.gather(value), kBlocks, combine);
+        if constexpr (Blocks::kGather)
+            value = butterfly(blocks_.gather(value), blocks_.count(), combine);
         return value;
     }
 
   private:
     unsigned char* memory_;
     int turn_ = 0;
-    Blocks blocks_;
 
     __device__ __forceinline__ int exchange_bytes() const {
         return (across ? blockDim.x : blockDim.x / 32) * kExchange;
@@ -336,11 +343,11 @@ struct Team {
 // Every thread of a block takes the same number of turns, because reductions are barriers.
 template <typename Team>
 __device__ __forceinline__ int64 first_row(const Team& team) {
-    return int64(blockIdx.x / Team::kBlocks) * team.slots;
+    return int64(blockIdx.x / team.blocks().count()) * team.slots;
 }
 template <typename Team>
 __device__ __forceinline__ int64 row_step(const Team& team) {
-    return int64(gridDim.x / Team::kBlocks) * team.slots;
+    return int64(gridDim.x / team.blocks().count()) * team.slots;
 }
 
 // Calls visit(i, column) for the chunks of this lane from left to right. kChunks > 0: for so many,

@@ -42,6 +42,12 @@ for dtype in (np.float64, np.float32, ml_dtypes.bfloat16):
     v[0, 60] = np.nan
     cuflash.flash_attention(q, k, v, **options)
     cuflash.merge_attention(out, lse, out, lse)
+cuflash.softmax(normal(270, 8196))  # the last rows prefetch none
+for columns in (100, 600):
+    x = normal(columns, 64)
+    cuflash.softmax_vjp(x, cuflash.softmax(x, 0), 0)
+cuflash.softmax(normal(2, 40_000))
+cuflash.softmax(normal(2, 90_000), method="online")
 state = cuflash.softmax_state(normal(5, 300))
 cuflash.merge_softmax(state, state).apply(normal(5, 300))
 cupy.cuda.Device().synchronize()

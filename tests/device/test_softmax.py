@@ -17,7 +17,7 @@ from cuflash.device.compiler import Launch
 from cuflash.device.executor import CurrentDevice, device_limits
 from cuflash.device.plans import plan_softmax, softmax_kernels
 from cuflash.device.softmax import launch_plan
-from cuflash.device.softmax_regimes import cluster_capacity
+from cuflash.device.softmax_regimes import PART_BYTES, cluster_capacity, rows_ahead
 from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS
 from cuflash.problem import BFLOAT16, FLOATS, ArraySpec, SoftmaxProblem
 from cuflash.testing.softmax_properties import (
@@ -36,6 +36,13 @@ BORDERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 #: Laws that compare bits of arrays that lie differently: `auto` may order their sums differently.
 BITS_OF_VIEWS = ("views_equal_copies", "output_fully_written")
 DTYPES = tuple(dtype.name for dtype in FLOATS)
+#: Of a result, in the norm: the accuracy contract, and a tenth of it for float64.
+EPS = {"float64": 1e-15, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+
+
+def relative_error(result, expected):
+    error = np.linalg.norm(np.asarray(result, np.float64) - expected)
+    return error / np.linalg.norm(expected)
 
 
 def methods():
@@ -96,12 +103,11 @@ def test_states_of_parts_merge():
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_borders(method, dtype, rng):
     lengths = sorted({b + d for b in BORDERS for d in (-1, 0, 1)})
-    eps = {"float64": 1e-15, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype.name]
+    eps = EPS[dtype.name]
     for length in lengths:
         x = rng.normal(size=(5, length)).astype(dtype)
         y = functions("softmax", method)(x)
-        expected = reference.softmax(x)
-        error = np.linalg.norm(y.astype(np.float64) - expected) / np.linalg.norm(expected)
+        error = relative_error(y, reference.softmax(x))
         assert error <= eps, (length, error)
         beside = functions("softmax", method)(np.ascontiguousarray(x.T), 0)
         assert np.ascontiguousarray(beside.T).tobytes() == y.tobytes(), length
@@ -198,9 +204,11 @@ def test_the_current_stream_is_used(rng):
         np.testing.assert_allclose(got, reference.softmax(value), rtol=1e-5)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_lowest_call_can_be_captured_into_a_graph(method, rng):
-    x = cupy.zeros((32, 500), np.float32)
+@pytest.mark.parametrize(
+    ("method", "shape"), [*((m, (32, 500)) for m in METHODS), ("online", (2, 200_000))]
+)
+def test_the_lowest_call_can_be_captured_into_a_graph(method, shape, rng):
+    x = cupy.zeros(shape, np.float32)
     out = cupy.empty_like(x)
     problem = SoftmaxProblem.of("softmax", {"x": x}, method=method, axis=-1)
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -270,7 +278,7 @@ def test_rows_that_a_cluster_holds(dtype, rng):
     """Each number of blocks and of chunks a lane, at its borders, in registers and not."""
     if "cluster" not in methods():
         pytest.skip("no clusters here")
-    eps = {"float64": 1e-15, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype.name]
+    eps = EPS[dtype.name]
     longest = cluster_capacity(device_limits(0)) // dtype.itemsize
     for power, step in itertools.product(range(6), (-1, 0, 1)):
         length = (longest >> power) + step
@@ -287,6 +295,64 @@ def test_rows_that_a_cluster_holds(dtype, rng):
         dy = np.maximum(x, 0)
         dx = on_device(cuflash.softmax_vjp)(dy, y)
         assert_close_in_norm(dx, reference.softmax_vjp(dy, y), 8 * eps)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("chunks", "held"), [(512, 4), (1024, 4), (4096, 8), (8191, 16)])
+def test_rows_that_are_prefetched(chunks, held, dtype, rng):
+    """As many rows as are prefetched at a time, one more and one less; rows cut short."""
+    length = chunks * 16 // dtype.itemsize
+    ahead = rows_ahead(device_limits(0), max(chunks // held, 64), held, 1)
+    for rows in {1, 2, max(ahead - 1, 1), ahead + 1, 2 * ahead + 1}:
+        x = rng.standard_normal((rows, length), np.float32).astype(dtype)
+        y = functions("softmax", "fused")(x)
+        assert relative_error(y, reference.softmax(x.astype(np.float64))) <= EPS[dtype.name]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("parts", [2, 5])
+def test_few_long_rows_are_split(parts, dtype, rng):
+    least = parts * PART_BYTES // dtype.itemsize
+    for length in (least - 8, least, least + 1):
+        x = rng.normal(size=(3, length)).astype(dtype)
+        x[1, ::2] = -np.inf
+        wide = x.astype(np.float64)
+        y = functions("softmax", "online")(x)
+        assert relative_error(y, reference.softmax(wide)) <= EPS[dtype.name]
+        view = np.zeros((3, length, 2), dtype)[..., 0]
+        view[...] = x
+        assert functions("softmax", "online")(view).tobytes() == y.tobytes()
+        x[2, -1] = np.nan
+        y = functions("softmax", "online")(x)
+        assert np.isnan(y[2].astype(np.float64)).all()
+        assert not np.isnan(y[:2].astype(np.float64)).any()
+
+
+def test_one_row_of_2_to_the_28_columns():
+    x = cupy.zeros((1, 2**28), np.float32)
+    x[0, -1] = 20
+    y = cuflash.softmax(x, out=x)
+    normalizer = 2**28 - 1 + np.exp(20.0)
+    np.testing.assert_allclose(cupy.asnumpy(y[0, :2]), 1 / normalizer, rtol=1e-6)
+    np.testing.assert_allclose(y[0, -1].item(), np.exp(20.0) / normalizer, rtol=1e-6)
+    np.testing.assert_allclose(y.sum(dtype=np.float64).item(), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_side_by_side_and_their_gradients(dtype, rng):
+    """At the borders of every tile: lanes, blocks of a cluster, and rows read twice."""
+    borders = [2] + [1 << power for power in range(4, 15)]
+    for length in sorted({b + d for b in borders for d in (-1, 0, 1)} - {1}):
+        x = rng.normal(size=(length, 72)).astype(dtype)
+        x[:, 3], x[: length // 2, 5] = -np.inf, -np.inf
+        wide = x.astype(np.float64)
+        y = on_device(cuflash.softmax)(x, 0)
+        assert relative_error(y, reference.softmax(wide, 0)) <= EPS[dtype.name], length
+        dy = rng.normal(size=x.shape).astype(dtype)
+        dx = on_device(cuflash.softmax_vjp)(dy, y, 0)
+        expected = reference.softmax_vjp(dy.astype(np.float64), y.astype(np.float64), 0)
+        assert relative_error(dx, expected) <= 4 * EPS[dtype.name], length
+        assert not dx[:, 3].any()
 
 
 def test_unaligned_elements(rng):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash.device.plans import plan_softmax, softmax_kernels
-from cuflash.device.softmax_regimes import softmax_regimes
+from cuflash.device.softmax_regimes import COLUMN_TILES, PART_BYTES, softmax_regimes
 from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS, divisor
 from cuflash.problem import FLOATS, ArraySpec, SoftmaxProblem
 from cuflash.testing.strategies import softmax_problems
@@ -74,15 +74,15 @@ def test_every_plan_fits_the_device(case, operation, method, limits, aligned):
         assert launch.block % 32 == 0
         assert 32 <= launch.block <= 512
         assert launch.shared_bytes <= limits.shared_per_block
-    assert len(made.launches) == (
-        0 if 0 in made_shape(x, case, operation) else len(STEPS[made.method])
-    )
+    steps = STEPS["split" if made.method == "online" and made.workspaces else made.method]
+    assert len(made.launches) == (0 if 0 in made_shape(x, case, operation) else len(steps))
 
 
 STEPS = {
     "naive": ["max", "sum", "divide"],
     "fused": ["fused"],
     "online": ["online"],
+    "split": ["states", "normalise"],
     "cluster": ["cluster"],
 }
 
@@ -122,10 +122,10 @@ def test_neighbouring_threads_read_neighbouring_elements():
 def test_auto_follows_the_regimes():
     for limits, dtype, methods in (
         (H200, np.float32, ["fused", "cluster", "online"]),
-        (H200, np.float64, ["fused", "online"]),
+        (H200, np.float64, ["fused", "cluster", "online"]),
         (T4, np.float32, ["fused", "online"]),
     ):
-        regimes = softmax_regimes(limits, np.dtype(dtype))
+        regimes = softmax_regimes(limits)
         assert [regime.method for regime in regimes] == methods
         for regime, after in pairwise(regimes):
             longest = int(regime.row_bytes) // np.dtype(dtype).itemsize
@@ -150,6 +150,32 @@ def test_rows_side_by_side_are_read_in_bundles_where_no_method_is_asked_for():
     assert kernel(x, where=np.ones((100, 1), bool)) == "softmax/fused.cu"
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("limits", [H200, T4], ids=["h200", "t4"])
+@pytest.mark.parametrize("operation", ["softmax", "softmax_vjp"])
+def test_every_tile_of_columns_takes_the_rows_that_it_holds(dtype, limits, operation):
+    pairs = operation == "softmax_vjp"
+    longest = 1  # an axis of one column is none
+    for tile in COLUMN_TILES[dtype.itemsize, pairs]:
+        shortest = longest + 1
+        longest = tile.columns(limits) if tile.held else 4 * shortest
+        for length in (shortest, longest):
+            x = np.broadcast_to(np.zeros((), dtype), (1, 512)).repeat(length, 0)
+            inputs = {"dy": x, "y": x} if pairs else {"x": x}
+            problem = SoftmaxProblem.of(operation, inputs, 0)
+            made = plan_softmax(problem, (ArraySpec.of(x),), True, limits)
+            (launch,) = made.launches
+            *_, held, blocks = launch.kernel.expression[:-1].split(", ")
+            assert launch.kernel.source == "softmax/columns.cu"
+            assert launch.kernel in set(softmax_kernels(dtype))
+            assert int(held) == tile.held
+            lanes = launch.block // tile.width * int(blocks)
+            assert not tile.held or length <= lanes * tile.held
+            assert 64 <= launch.block <= 512
+            assert launch.grid == 512 // (tile.rows * tile.width) * int(blocks)
+            assert int(blocks) <= limits.cluster_blocks
+
+
 def test_a_method_that_cannot_run_is_refused_and_those_that_can_are_named():
     with pytest.raises(ValueError, match=r"'cluster' .*: 'auto', 'naive', 'fused', 'online'"):
         plan(row(8), method="cluster", limits=T4)
@@ -159,9 +185,53 @@ def test_a_method_that_cannot_run_is_refused_and_those_that_can_are_named():
         plan(row(2**20), method="cluster")
 
 
-def test_only_the_naive_method_needs_a_workspace():
+def test_only_the_naive_method_and_rows_in_parts_need_a_workspace():
     needed = {method: plan(row(10), method=method).workspace_bytes for method in METHODS}
     assert needed == {"auto": 0, "naive": 4 * 2 * 4, "fused": 0, "online": 0, "cluster": 0}
+    made = plan(row(2**22))
+    assert made.workspace_bytes == 4 * 33 * 2 * 4  # rows, parts, pairs of float32
+    assert made.launches[1].grid == 4 * 33
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("limits", [H200, T4], ids=["h200", "t4"])
+def test_one_row_fills_the_device_and_many_are_not_split(dtype, limits):
+    def launches(rows, length, **options):
+        x = np.broadcast_to(np.zeros((), dtype), (rows, length))
+        made = plan(x, limits=limits, **options)
+        return [(launch.kernel.source, launch.grid) for launch in made.launches]
+
+    long = [("softmax/split.cu", limits.multiprocessors)] * 2
+    assert launches(1, 2**28) == long
+    assert launches(1, 2**28, aligned=False) == long
+    assert launches(limits.multiprocessors, 2**22) == [
+        ("softmax/online.cu", limits.multiprocessors)
+    ]
+    part = PART_BYTES // dtype.itemsize
+    assert launches(1, 2 * part, method="online")[0] == ("softmax/split.cu", 2)
+    assert launches(1, 2 * part - 16, method="online") == [("softmax/online.cu", 1)]
+    # The two launches agree on the parts, and every block has one.
+    made = plan(np.broadcast_to(np.zeros((), dtype), (3, 2**28)), limits=limits)
+    assert parameters(made)["parts"] == limits.multiprocessors // 3
+    assert made.launches[0].grid == 3 * (limits.multiprocessors // 3)
+    few = plan(np.broadcast_to(np.zeros((), dtype), (3, 2**28)), limits=replace(limits, blocks=7))
+    assert {launch.grid for launch in few.launches} == {6}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_block_of_one_row_prefetches_the_row_that_takes_its_place(dtype):
+    for chunks in (1, 8, 127, 256, 512, 1024, 2048, 4096, 8192, 8193, 2**15, 2**17):
+        x = np.empty((4, chunks * 16 // dtype.itemsize), dtype)
+        made = plan(x)
+        (launch,) = made.launches
+        ahead, blocks = parameters(made)["ahead"], parameters(made)["parts"]
+        if launch.block == 64:
+            assert ahead == 0  # small blocks, of several rows or with others enough beside them
+            continue
+        # As many as there can be at a time: by threads, and by 48 registers each.
+        most = min(2048 // launch.block, 65536 // (48 * launch.block)) * 132 // blocks
+        assert 132 // blocks <= ahead <= most
+        assert parameters(plan(x, limits=T4))["ahead"] == 0
 
 
 def test_equal_problems_share_one_plan():

@@ -108,6 +108,12 @@ __global__ void narrow_all(const __grid_constant__ Parameters p) {
     if (i < p.count) result<T>(p)[i] = narrow<T>(data<Accumulator<T>>(p)[i]);
 }
 
+template <typename A>
+__global__ void exponentials(const __grid_constant__ Parameters p) {
+    int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < p.count) result<A>(p)[i] = quick_exponential(data<A>(p)[i]);
+}
+
 // Pairs (m, l): data[i] and data[count + i] merged. As a kernel sees them: read and given back.
 template <typename A>
 __global__ void merge(const __grid_constant__ Parameters p) {

@@ -6,6 +6,7 @@ before the interpreter's: ``LD_PRELOAD=... python -m tests.host_cuda.small_cases
 
 import itertools
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -13,21 +14,23 @@ import numpy as np
 import cuflash
 from cuflash import engine, reference
 from tests.host_cuda.builder import Edit
-from tests.host_cuda.engine import HostCuda
+from tests.host_cuda.engine import H200, HostCuda
 
 METHODS = ("naive", "fused", "online")
 LENGTHS = (1, 7, 32, 37, 2100)
+#: Few enough blocks at a time that some of so few rows are prefetched.
+SMALL = replace(H200, multiprocessors=1, threads_per_sm=512)
 
 
 def check(dtype=np.float32, lengths=LENGTHS, **options):
     """Compare all functions with the oracle; AssertionError or RuntimeError says what is wrong."""
-    emulated = HostCuda(**options)
+    emulated = HostCuda(limits=SMALL, **options)
     rng = np.random.default_rng(0)
     tolerance = {"rtol": 40 * np.finfo(dtype).eps, "atol": 40 * np.finfo(dtype).eps}
     with mock.patch.object(engine, "load", lambda name: emulated):
         for length, axis in itertools.product(lengths, (0, 1)):
             # Of exactly these bytes: a sanitizer sees the ends of an allocation, not of a view.
-            x = np.array(rng.normal(size=(5, length) if axis else (length, 5)), dtype)
+            x = np.array(rng.normal(size=(8, length) if axis else (length, 8)), dtype)
             dy = np.array(rng.normal(size=x.shape), dtype)
             hidden = np.array(rng.random(x.shape) < 0.7)
             np.moveaxis(x, axis, 1)[3] = -np.inf
@@ -49,4 +52,4 @@ def check(dtype=np.float32, lengths=LENGTHS, **options):
 
 if __name__ == "__main__":
     planted = [Edit(*sys.argv[1:])] if sys.argv[1:] else []
-    check(lengths=(7, 32, 37), sanitize=True, edits=planted)
+    check(lengths=(7, 32, 37, 2100), sanitize=True, edits=planted)

@@ -51,6 +51,20 @@ def test_merge_of_states_with_nan_and_infinity():
     np.testing.assert_array_equal(merged[1][clean], (j + k)[clean])
 
 
+def test_exponentials_of_float64_are_right_to_a_unit_in_the_last_place(rng):
+    """Where results are subnormal they are 0: 2^-1022 of the largest weight of a row."""
+    least = np.log(np.finfo(np.float64).tiny)
+    border = np.nextafter(0.5 * np.log(2), [0, 1])  # of the polynomial
+    x = np.concatenate([-rng.uniform(0, -least, 5000), -rng.uniform(0, 1, 5000), -border, border])
+    y = run("exponentials<double>", x, np.zeros_like(x), x.size, grid=-(-x.size // 32))
+    exact = np.exp(x.astype(np.longdouble))
+    assert np.max(np.abs(y - exact) / np.spacing(exact.astype(np.float64))) < 1
+
+    x = np.array([0.0, -0.0, -np.inf, -1e308, least - 1, -746, np.inf, np.nan, 709.0])
+    y = run("exponentials<double>", x, np.ones_like(x), x.size)
+    np.testing.assert_allclose(y, [1, 1, 0, 0, 0, 0, np.inf, np.nan, np.exp(709.0)], rtol=4e-16)
+
+
 @given(
     x=hnp.arrays(
         st.sampled_from(DTYPES),

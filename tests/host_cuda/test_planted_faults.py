@@ -12,7 +12,7 @@ from tests.host_cuda.small_cases import check
 
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
 
-ROWS, FUSED = "softmax/rows.cuh", "softmax/fused.cuh"
+ROWS, FUSED, COLUMNS = "softmax/rows.cuh", "softmax/fused.cuh", "softmax/columns.cu"
 STATE = "lib/online_softmax.cuh"
 FAULTS = {
     "no barrier between writing and reading": Edit(
@@ -45,6 +45,23 @@ FAULTS = {
     ),
     "where read at the wrong column": Edit(
         ROWS, "&& !at(column + v)) chunk", "&& !at(column)) chunk"
+    ),
+    "states of warps united before they are there": Edit(
+        "softmax/columns.cuh", "            __syncthreads();\n", ""
+    ),
+    "rows side by side whose lanes count from the wrong column": Edit(
+        "softmax/columns.cuh", "(columns - lane + lanes - 1)", "(columns + lanes - 1)"
+    ),
+}
+#: Faults that only AddressSanitizer sees.
+OUT_OF_BOUNDS = {
+    "off by one at the end of a row, written": FAULTS["off by one at the end of a row, written"],
+    "a prefetch past the last row": Edit(FUSED, "|| row >= p.rows) return;", ") return;"),
+    "a prefetch past the end of a row": Edit(
+        FUSED, "left < team.lanes * kVector<T> ? int(left) :", ""
+    ),
+    "rows side by side written past their end": Edit(
+        COLUMNS, "if (i < mine) store_bundle", "store_bundle"
     ),
 }
 
@@ -85,8 +102,8 @@ def test_no_access_out_of_bounds():
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("fault", ["off by one at the end of a row, written"])
+@pytest.mark.parametrize("fault", OUT_OF_BOUNDS)
 def test_an_access_out_of_bounds_is_found(fault):
-    run = sanitized(*FAULTS[fault])
+    run = sanitized(*OUT_OF_BOUNDS[fault])
     assert run.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in run.stderr, run.stderr

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import engine, reference
+from cuflash.device.softmax_regimes import PART_BYTES, rows_ahead
 from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS
 from cuflash.testing.bounds import assert_softmax_close, expect_softmax
 from cuflash.testing.softmax_properties import (
@@ -116,26 +117,35 @@ def test_borders(method, length, monkeypatch, rng):
     np.testing.assert_allclose(cuflash.softmax_vjp(dy.T, y.T, 0), dx.T, rtol=1e-5, atol=1e-6)
 
 
-#: Rows of float32 and what fused does with them: chunks in registers, 0 for shared memory.
+#: Rows and what fused does with them: chunks in registers, 0 for shared memory.
 HELD = [
-    ((3, 4), "kPacked, 1"),
-    ((3, 32), "kPacked, 2"),
-    ((3, 64), "kPacked, 4"),
-    ((3, 1024), "kPacked, 8"),
-    ((3, 1028), "kPacked, 4"),
-    ((1, 16384), "kPacked, 8"),
-    ((1, 16388), "kPacked, 0"),
-    ((1, 57984), "kPacked, 0"),
-    ((3, 33), "kStrided, 0"),
+    ((3, 4), np.float32, "kPacked, 1"),
+    ((3, 32), np.float32, "kPacked, 2"),
+    ((3, 36), np.float32, "kPacked, 4"),
+    ((3, 8192), np.float32, "kPacked, 4"),
+    ((3, 8196), np.float32, "kPacked, 8"),
+    ((1, 16384), np.float32, "kPacked, 8"),
+    ((1, 16388), np.float32, "kPacked, 16"),
+    ((1, 32768), np.float32, "kPacked, 16"),
+    ((1, 32772), np.float32, "kPacked, 0"),
+    ((1, 57984), np.float32, "kPacked, 0"),
+    ((3, 33), np.float32, "kStrided, 0"),
+    ((3, 512), np.float64, "kPacked, 4"),
+    ((3, 514), np.float64, "kPacked, 8"),
+    ((3, 8192), np.float64, "kPacked, 8"),
+    ((3, 8194), np.float64, "kPacked, 16"),
+    ((1, 16384), np.float64, "kPacked, 16"),
+    ((1, 16386), np.float64, "kPacked, 0"),
 ]
 
 
-@pytest.mark.parametrize(("shape", "kernel"), HELD)
-def test_how_fused_holds_a_row(shape, kernel, monkeypatch, rng):
+@pytest.mark.parametrize(("shape", "dtype", "kernel"), HELD)
+def test_how_fused_holds_a_row(shape, dtype, kernel, monkeypatch, rng):
     executor = use(monkeypatch)
-    x = rng.normal(size=shape).astype(np.float32)
+    x = rng.normal(size=shape).astype(dtype)
     y = cuflash.softmax(x, method="fused")
-    np.testing.assert_allclose(y, reference.softmax(x), rtol=2e-5)
+    eps = np.finfo(dtype).eps
+    np.testing.assert_allclose(y, reference.softmax(x), rtol=200 * eps, atol=eps**2)
     assert executor.launched[-1].kernel.expression.endswith(f"cuflash::{kernel}>")
 
 
@@ -162,6 +172,64 @@ def test_rows_side_by_side(length, dtype, order, monkeypatch, rng):
         y = getattr(cuflash, name)(x, 0)
         assert_softmax_close(y, expect_softmax(name, x, 0), name=name)
         assert executor.launched[-1].kernel.source == "softmax/columns.cu"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_gradients_of_rows_side_by_side(name, dtype, monkeypatch, rng):
+    """At the borders of each tile, with rows that are not all there and empty ones."""
+    executor = use(monkeypatch)
+    numbers = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    for length in (2, 16, 17, 127, 128, 129, 255, 256, 257, 513, 2049):
+        x, dy = (rng.normal(size=(length, 3, 24)).astype(numbers) for _ in range(2))
+        x[:, 0, 3], x[: length // 2, 0, 5], x[length // 2, 1, 4] = -np.inf, -np.inf, np.nan
+        y = getattr(reference, name)(x, 0).astype(numbers)
+        dx = getattr(cuflash, f"{name}_vjp")(dy, y, 0)
+        assert executor.launched[-1].kernel.expression.startswith("cuflash::columns_vjp")
+        assert not dx[:, 0, 3].any()
+        expected = getattr(reference, f"{name}_vjp")(dy, y, 0).astype(np.float64)
+        scale = np.nanmax(np.abs(expected))
+        eps = {"float64": 1e-14, "float32": 2e-6, "bfloat16": 1e-2}[dtype]
+        np.testing.assert_allclose(dx.astype(np.float64), expected, rtol=eps, atol=eps * scale)
+
+
+@pytest.mark.parametrize("length", [1028, 2044, 2048, 2052, 4096, 4100])
+def test_rows_that_are_prefetched(length, monkeypatch, rng):
+    """More rows than blocks at a time; the shim reads all that a prefetch names."""
+    limits = replace(H200, multiprocessors=1, threads_per_sm=1024)
+    executor = use(monkeypatch, limits=limits)
+    x = rng.normal(size=(20, length)).astype(np.float32)
+    y = cuflash.softmax(x, method="fused")
+    np.testing.assert_allclose(y, reference.softmax(x), rtol=2e-5)
+    assert 0 < rows_ahead(limits, executor.launched[-1].block, 4, 1) < len(x)
+
+
+@pytest.mark.parametrize("order", builder.HostKernel.ORDERS)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("excess", [-8, 0, 1])
+def test_few_long_rows_are_split(excess, dtype, order, monkeypatch, rng):
+    """At the least length of three parts, of whole chunks and not; rows of NaN and of -inf."""
+    executor = use(monkeypatch, order=order)
+    numbers = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    length = 3 * PART_BYTES // numbers.itemsize + excess
+    x = rng.normal(size=(4, length)).astype(numbers)
+    x[1], x[2, : length // 2], x[3, -1] = -np.inf, -np.inf, np.nan
+    for name in SOFTMAX_NAMES:
+        y = functions(name, "online")(x)
+        assert_softmax_close(y, expect_softmax(name, x, -1), name=name)
+        first, second = executor.launched[-2:]
+        assert first.kernel.expression.startswith("cuflash::split_states<")
+        assert second.kernel.source == "softmax/split.cu"
+        assert first.grid == second.grid == 4 * (3 if excess >= 0 else 2)
+    if excess == 0:
+        where = rng.random(length) < 0.5
+        y = cuflash.softmax(x, where=where, method="online")
+        assert_softmax_close(y, expect_softmax("softmax", x, -1, where=where), name="softmax")
+        view = np.zeros((4, length, 2), numbers)[..., 0]
+        view[...] = x
+        np.testing.assert_array_equal(
+            *(cuflash.softmax(a, method="online").astype(np.float64) for a in (view, x))
+        )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -272,14 +340,14 @@ def test_gradients_of_empty_rows_do_not_read_their_cotangent(monkeypatch):
 @pytest.mark.parametrize("order", builder.HostKernel.ORDERS)
 def test_teams_of_all_sizes_in_either_mapping(order, monkeypatch, rng):
     executor = use(monkeypatch, order=order)
-    for length, method in itertools.product((5, 40, 700, 5000), METHODS):
+    for length, method in itertools.product((5, 40, 700, 1500, 3000, 5000), METHODS):
         x = rng.normal(size=(length, 9)).astype(np.float32)
         x[3:, 2] = -np.inf
         beside = cuflash.softmax(x, 0, method=method)
         np.testing.assert_allclose(beside, reference.softmax(x, 0), rtol=1e-5)
         alone = cuflash.softmax(np.ascontiguousarray(x.T), method=method)
         np.testing.assert_array_equal(alone, beside.T)
-    assert {launch.block for launch in executor.launched} >= {128, 512}
+    assert {launch.block for launch in executor.launched} >= {64, 128, 256, 512}
 
 
 def test_the_parameter_block_is_the_same_in_both_languages():

@@ -23,13 +23,24 @@ COVERING_DTYPES = (np.dtype(np.float64), BFLOAT16)
 COVERING = (
     "cuflash::Softmax<float>, cuflash::kPacked, 8>",
     "cuflash::Softmax<double>, cuflash::kPacked, 8>",
+    "cuflash::LogSoftmax<double>, cuflash::kPacked, 8>",
+    "cuflash::Softmax<float>, cuflash::kPacked, 16>",
+    "cuflash::Softmax<double>, cuflash::kPacked, 16>",
     "cuflash::Softmax<float>, cuflash::kStrided>",
     "cuflash::LogSoftmaxVjp<float>, cuflash::kPacked, 4>",
+    "cuflash::LogSoftmaxVjp<double>, cuflash::kPacked, 4>",
     "cuflash::LogSoftmaxVjp<double>, cuflash::kScattered, 0>",
     "cuflash::State<double>, cuflash::kScattered>",
-    "cuflash::Softmax<float>, 4, 8>",
-    "cuflash::Softmax<double>, 2, 0>",
+    "cuflash::Softmax<float>, 2, 16, 16, 1>",
+    "cuflash::Softmax<float>, 4, 16, 0, 1>",
+    "cuflash::Softmax<double>, 1, 8, 8, 1>",
+    "cuflash::Softmax<double>, 1, 16, 0, 1>",
+    "cuflash::LogSoftmaxVjp<float>, 2, 16, 8, 1>",
+    "cuflash::LogSoftmaxVjp<double>, 1, 16, 8, 1>",
+    "cuflash::LogSoftmaxVjp<double>, 1, 16, 8, 16>",
+    "cuflash::LogSoftmaxVjp<double>, 1, 16, 0, 1>",
     "cuflash::Softmax<float>, cuflash::kPacked, 16, 8>",
+    "cuflash::Softmax<double>, cuflash::kPacked, 16, 16>",
 )
 
 

@@ -180,6 +180,17 @@ inline float __uint_as_float(unsigned x) {
 inline unsigned __float_as_uint(float x) {
     return bits_as<unsigned>(x);
 }
+inline int __double2loint(double x) {
+    long long bits;
+    memcpy(&bits, &x, sizeof(bits));
+    return int(bits);
+}
+inline double __hiloint2double(int high, int low) {
+    const long long bits = (long long)(unsigned(high)) << 32 | unsigned(low);
+    double x;
+    memcpy(&x, &bits, sizeof(x));
+    return x;
+}
 inline double __longlong_as_double(long long x) {
     return bits_as<double>(x);
 }
