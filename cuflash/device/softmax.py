@@ -28,7 +28,7 @@ def softmax(
     the input itself. Integers are converted to float64 first; arrays whose elements lie at
     addresses that the device cannot read them from, and those whose axes do not merge into 6 kept
     and 4 reduced ones, are copied. Nothing else is allocated but the statistics of the naive
-    method.
+    method and those of the parts of rows that are split.
 
     Raises
     ------
