@@ -108,6 +108,8 @@ _OPERATIONS = {
 _FORWARD = ("softmax", "log_softmax", "logsumexp", "softmax_state")
 _LAYOUTS = ("kPacked", "kStrided", "kScattered")
 _REDUCED_VJPS = ("SoftmaxVjp", "LogSoftmaxVjp")
+#: What reduces nothing.
+_ELEMENTWISE = ("logsumexp_vjp", "state_apply")
 
 
 def _kernel(
@@ -139,6 +141,8 @@ def softmax_kernels(dtype: np.dtype, *, clusters: bool = True) -> Iterator[Kerne
         for operation in _REDUCED_VJPS:
             for count in (0, *(_powers_of_two(HELD_PAIRS) if packed else ())):
                 yield _kernel("backward", "reduced_vjp", dtype, operation, layout, count)
+            yield _kernel("split", "split_sums", dtype, operation, layout)
+            yield _kernel("split", "split_vjp", dtype, operation, layout)
         yield _kernel("split", "split_states", dtype, None, layout)
         yield _kernel("naive", "naive_maximum", dtype, None, layout)
         yield _kernel("naive", "naive_normalizer", dtype, None, layout)
@@ -206,7 +210,7 @@ def plan_softmax(
         launches = (plan.apply(),)
     else:
         bundled = bundled and _OPERATIONS.get(problem.operation) in _REDUCED_VJPS
-        launches = plan.columns() if bundled else (plan.backward(),)
+        launches = plan.columns() if bundled else plan.backward()
     workspaces, workspace = plan.workspaces(method)
     return SoftmaxPlan(
         method=method,
@@ -271,16 +275,21 @@ class _Planner:
             self._slots = min(max(self._slots, least), MAX_THREADS // self._lanes)
 
     def splits(self, method: str) -> bool:
-        """Tell whether the rows are too few for a block each, and too long for a chip."""
-        rows = self._rows
-        return method == "online" and parts_of(rows.rows, rows.chunks * CHUNK, self._limits) > 1
+        """Tell whether the rows are too few for a block each, and not held by any."""
+        rows, limits = self._rows, self._limits
+        if parts_of(rows.rows, rows.chunks * CHUNK, limits) == 1:
+            return False
+        if self._pairs:
+            clusters = pair_cluster(rows.chunks, rows.dtype, limits) > 1
+            return not (self._packed and (clusters or rows.chunks <= MAX_THREADS * HELD_PAIRS))
+        return method == "online" or self._problem.operation in _ELEMENTWISE
 
     def workspaces(self, method: str) -> tuple[tuple[int, ...], int]:
         """Return where pointers to workspaces belong, and how many bytes each has."""
         entry = self._rows.rows * accumulator(self._rows.dtype).itemsize
         if method == "naive":
             return tuple(map(_pointer_offset, STATISTICS)), entry
-        if self.splits(method):
+        if self.splits(method) and self._problem.operation not in _ELEMENTWISE:
             return (_OFFSETS["states"],), 2 * entry * self._blocks
         return (), 0
 
@@ -340,13 +349,18 @@ class _Planner:
     def apply(self) -> Launch:
         return self._launch("naive", "apply", self._operation())
 
-    def backward(self) -> Launch:
+    def backward(self) -> tuple[Launch, ...]:
         if self._problem.operation == "logsumexp_vjp":
-            return self._launch("backward", "logsumexp_vjp")
+            return (self._launch("backward", "logsumexp_vjp"),)
+        operation, chunks = self._operation(), self._register_chunks()
+        if self.splits("auto"):
+            return (
+                self._launch("split", "split_sums", operation),
+                self._launch("split", "split_vjp", operation),
+            )
         if self._blocks > 1:
-            counts = self._register_chunks(), self._blocks
-            return self._launch("cluster", "cluster_vjp", self._operation(), *counts)
-        return self._launch("backward", "reduced_vjp", self._operation(), self._register_chunks())
+            return (self._launch("cluster", "cluster_vjp", operation, chunks, self._blocks),)
+        return (self._launch("backward", "reduced_vjp", operation, chunks),)
 
     def block(self, *, statistics: bool) -> np.ndarray:
         """Return the parameter block without pointers; with the rows' statistics in a workspace."""

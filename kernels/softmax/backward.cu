@@ -26,7 +26,7 @@ template <typename T, Layout kLayout>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     logsumexp_vjp(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
-    const Team<kLayout> team(p, nullptr);
+    const Team<kLayout, Parts> team(p, nullptr);
     for (int64 first = first_row(team); first < p.rows; first += row_step(team)) {
         int64 row = first + team.slot;
         if (row >= p.rows) continue;

@@ -46,8 +46,13 @@ __device__ __forceinline__ Sum<A> shuffle_xor(const Sum<A>& value, int bits) {
     return {shuffle_xor(value.total, bits), shuffle_xor(value.occupied, bits)};
 }
 
+// Of the gradient's passes over a row, kSums leaves the sums of parts in p.states, from where
+// kGradients takes them.
+enum Passes { kSums, kGradients, kBothPasses };
+
 // output[0] = Gradient of dy and y, row by row. `memory` is the block's dynamic shared memory.
-template <typename T, typename Gradient, Layout kLayout, int kChunks, typename Blocks = OneBlock>
+template <typename T, typename Gradient, Layout kLayout, int kChunks, typename Blocks = OneBlock,
+          Passes kPasses = kBothPasses>
 __device__ __forceinline__ void vjp_of_rows(const SoftmaxParameters& p, unsigned char* memory) {
     using A = Accumulator<T>;
     Team<kLayout, Blocks> team(p, memory);
@@ -76,8 +81,12 @@ __device__ __forceinline__ void vjp_of_rows(const SoftmaxParameters& p, unsigned
 
         constexpr int kPairs = kBatch<T> / 2;
         Pair<T> held[kChunks > 0 ? kChunks : 1];
+        Sum<A>* sums = static_cast<Sum<A>*>(p.states) + row * p.parts;
         if (active) {
-            if constexpr (kChunks > 0) {
+            if constexpr (kPasses == kGradients) {
+                for (int part = team.lane; part < p.parts; part += team.lanes)
+                    sum = Sum<A>{}(sum, sums[part]);
+            } else if constexpr (kChunks > 0) {
                 for_each_chunk<T, kChunks>(p, team,
                                            [&](int i, auto column) { held[i] = load(column); });
                 for_each_chunk<T, kChunks>(
@@ -95,6 +104,10 @@ __device__ __forceinline__ void vjp_of_rows(const SoftmaxParameters& p, unsigned
         }
         sum = team.reduce(sum, Sum<A>{});
         if (!active) continue;
+        if constexpr (kPasses == kSums) {
+            if (team.lane == 0) sums[team.blocks().rank()] = sum;
+            continue;
+        }
 
         const Row<T, kLayout> dx(p, p.output[0], place.output[0]);
         const Gradient gradient{sum.total};

@@ -20,8 +20,12 @@ namespace cuflash {
 
 // Bytes of each operand that a thread reads at a time where it does not hold its rows.
 constexpr int kReadBytes = 64, kReadBytesOfPair = 32;
-// Blocks of a multiprocessor: as `kMinBlocks`, for what a thread reads or holds here.
-constexpr int kColumnBlocks = kMostShared == 8 ? 2 : 1;
+// Blocks of a multiprocessor, as `kMinBlocks`: elsewhere the compiler needs more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kColumnBlocks = 2;
+#else
+constexpr int kColumnBlocks = 1;
+#endif
 
 template <typename T, typename Operation, int kRows, int kWidth, int kHeld, int kBlocks>
 __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kColumnBlocks)

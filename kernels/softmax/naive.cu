@@ -71,7 +71,7 @@ template <typename T, typename Operation, Layout kLayout>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     apply(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
-    const Team<kLayout> team(p, nullptr);
+    const Team<kLayout, Parts> team(p, nullptr);
     for (int64 first = first_row(team); first < p.rows; first += row_step(team)) {
         int64 row = first + team.slot;
         Place place(p, row < p.rows ? row : 0);

@@ -20,10 +20,11 @@ enum Layout { kPacked, kStrided, kScattered };
 // Of a block: leaves each thread 128 registers, of which 16 chunks take 64.
 constexpr int kMaxThreads = 512;
 // Blocks of so many threads that share a multiprocessor, so that one computes while the other waits
-// for memory: with 64 registers a thread, of which 8 chunks take 32. What the compiler makes of 8
-// chunks from sm_100 on leaves no room for that, nor do two operands of double with an exponential.
+// for memory: with 64 registers a thread, of which 8 chunks take 32. What the compiler makes of 4
+// chunks and more from sm_100 on leaves no room for that, nor do two operands of double with an
+// exponential.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kMostShared = 4;
+constexpr int kMostShared = 2;
 #else
 constexpr int kMostShared = 8;
 #endif
@@ -208,6 +209,19 @@ struct OneBlock {
     __device__ __forceinline__ explicit OneBlock(const SoftmaxParameters&) {}
     __device__ __forceinline__ int count() const { return 1; }
     __device__ __forceinline__ int rank() const { return 0; }
+};
+
+// The blocks of a row that share its columns and do not hear from each other.
+class Parts {
+  public:
+    static constexpr bool kGather = false;
+
+    __device__ __forceinline__ explicit Parts(const SoftmaxParameters& p) : count_(p.parts) {}
+    __device__ __forceinline__ int count() const { return count_; }
+    __device__ __forceinline__ int rank() const { return blockIdx.x % count_; }
+
+  private:
+    int count_;
 };
 
 // Bytes that a thread or warp gives to the others of its team at a time: two accumulators.

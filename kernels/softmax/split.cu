@@ -1,27 +1,16 @@
-// Softmax of few rows that are long: `online` with the parts of a row spread over the whole GPU.
+// Softmax and its gradients of few rows that are long: the parts of a row are spread over the GPU.
 //
-// Two launches on any GPU, three trips to memory. The first makes the state of each part; the
-// second unites a row's states, in every block that has a part of it, and normalises that part.
+// Two launches on any GPU: the first reduces each part, the second unites what the parts of a row
+// came to, in every block that has one, and writes that part. As `online`, three trips to memory,
+// and as gradients of long rows, five.
 //
 // x (rows, columns) -> states (rows, parts) -> output[0] (rows, columns), or one or two entries a
-// row. Grid: a block of one team for each part of a row at a time; any multiple of p.parts is
-// right. Dynamic shared memory: what a team's reductions need.
+// row; gradients as in backward.cu. Grid: a block of one team for each part of a row at a time; any
+// multiple of p.parts is right. Dynamic shared memory: what a team's reductions need.
+#include "softmax/backward.cuh"
 #include "softmax/online.cuh"
 
 namespace cuflash {
-
-// The blocks of a row, which share its columns and do not hear from each other.
-class Parts {
-  public:
-    static constexpr bool kGather = false;
-
-    __device__ __forceinline__ explicit Parts(const SoftmaxParameters& p) : count_(p.parts) {}
-    __device__ __forceinline__ int count() const { return count_; }
-    __device__ __forceinline__ int rank() const { return blockIdx.x % count_; }
-
-  private:
-    int count_;
-};
 
 template <typename T, Layout kLayout>
 __global__ void __launch_bounds__(kMaxThreads, 1)
@@ -50,6 +39,20 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         const Operation operation(team.unite_lanes(lane));
         write_result<T, kLayout>(p, team, Place(p, row), operation);
     }
+}
+
+template <typename T, typename Gradient, Layout kLayout>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    split_sums(const __grid_constant__ SoftmaxParameters p) {
+    CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
+    vjp_of_rows<T, Gradient, kLayout, 0, Parts, kSums>(p, memory);
+}
+
+template <typename T, typename Gradient, Layout kLayout>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    split_vjp(const __grid_constant__ SoftmaxParameters p) {
+    CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
+    vjp_of_rows<T, Gradient, kLayout, 0, Parts, kGradients>(p, memory);
 }
 
 }  // namespace cuflash

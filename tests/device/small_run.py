@@ -47,7 +47,9 @@ for columns in (100, 600):
     x = normal(columns, 64)
     cuflash.softmax_vjp(x, cuflash.softmax(x, 0), 0)
 cuflash.softmax(normal(2, 40_000))
-cuflash.softmax(normal(2, 90_000), method="online")
+x = normal(2, 90_000)
+cuflash.softmax(x, method="online")
+cuflash.softmax_vjp(x, cupy.asfortranarray(x))  # of views: no cluster holds them
 state = cuflash.softmax_state(normal(5, 300))
 cuflash.merge_softmax(state, state).apply(normal(5, 300))
 cupy.cuda.Device().synchronize()

@@ -328,6 +328,26 @@ def test_few_long_rows_are_split(parts, dtype, rng):
         assert not np.isnan(y[:2].astype(np.float64)).any()
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("excess", [-8, 0, 1])
+def test_gradients_of_few_long_rows_are_split(excess, dtype, rng):
+    """Longer than any cluster holds, and of views that none holds."""
+    longest = max(cluster_capacity(device_limits(0)), 4 * PART_BYTES) // dtype.itemsize
+    for length, step in ((longest + 64 + excess, 1), (4 * PART_BYTES // dtype.itemsize, 2)):
+        y, dy = np.zeros((2, 2, length, step), dtype)[..., 0]
+        dy[...] = rng.normal(size=dy.shape)
+        y[...] = reference.softmax(rng.normal(size=y.shape))
+        y[1] = 0
+        dx = on_device(cuflash.softmax_vjp)(dy, y)
+        expected = reference.softmax_vjp(dy.astype(np.float64), y.astype(np.float64))
+        assert relative_error(dx, expected) <= 4 * EPS[dtype.name]
+        assert not dx[1].any()
+        lse = reference.logsumexp(dy, keepdims=True).astype(dtype)
+        dx = on_device(cuflash.logsumexp_vjp)(dy[:, :1], dy, lse)
+        wide = (a.astype(np.float64) for a in (dy[:, :1], dy, lse))
+        assert relative_error(dx, reference.logsumexp_vjp(*wide)) <= 4 * EPS[dtype.name]
+
+
 def test_one_row_of_2_to_the_28_columns():
     x = cupy.zeros((1, 2**28), np.float32)
     x[0, -1] = 20

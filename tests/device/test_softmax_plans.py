@@ -248,3 +248,24 @@ def test_equal_problems_share_one_plan():
 def test_limits_that_no_device_has(change, message):
     with pytest.raises(ValueError, match=message):
         replace(H200, **change)
+
+
+@pytest.mark.parametrize(
+    ("operation", "shapes"),
+    [
+        ("softmax_vjp", {"dy": (2**27,), "y": (2**27,)}),
+        ("log_softmax_vjp", {"dy": (2**27,), "y": (2**27,)}),
+        ("logsumexp_vjp", {"dlse": (1,), "x": (2**27,), "lse": (1,)}),
+    ],
+)
+@pytest.mark.parametrize("limits", [H200, T4], ids=["h200", "t4"])
+def test_gradients_of_one_long_row_fill_the_device(operation, shapes, limits):
+    inputs = {name: np.empty((1, *shape), np.float32) for name, shape in shapes.items()}
+    problem = SoftmaxProblem.of(operation, inputs, -1)
+    out = (ArraySpec.of(np.empty((1, 2**27), np.float32)),)
+    made = plan_softmax(problem, out, True, limits)
+    assert [launch.grid for launch in made.launches] == [limits.multiprocessors] * (
+        1 if operation == "logsumexp_vjp" else 2
+    )
+    assert {launch.kernel for launch in made.launches} <= set(softmax_kernels(np.dtype("f4")))
+    assert made.workspace_bytes == 8 * limits.multiprocessors * (len(made.launches) - 1)

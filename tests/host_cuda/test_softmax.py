@@ -14,7 +14,7 @@ import cuflash
 from cuflash import engine, reference
 from cuflash.device.softmax_regimes import PART_BYTES, rows_ahead
 from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS
-from cuflash.testing.bounds import assert_softmax_close, expect_softmax
+from cuflash.testing.bounds import assert_softmax_close, expect_softmax, expect_softmax_vjp
 from cuflash.testing.softmax_properties import (
     SOFTMAX_NAMES,
     SOFTMAX_PROPERTIES,
@@ -230,6 +230,34 @@ def test_few_long_rows_are_split(excess, dtype, order, monkeypatch, rng):
         np.testing.assert_array_equal(
             *(cuflash.softmax(a, method="online").astype(np.float64) for a in (view, x))
         )
+
+
+@pytest.mark.parametrize("order", builder.HostKernel.ORDERS)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("excess", [-8, 0, 1])
+def test_gradients_of_few_long_rows_are_split(excess, dtype, order, monkeypatch, rng):
+    executor = use(monkeypatch, order=order)
+    numbers = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    length = 3 * PART_BYTES // numbers.itemsize + excess
+    parts = 3 if excess >= 0 else 2
+    x, dy = (rng.normal(size=(3, length)).astype(numbers) for _ in range(2))
+    x[1], x[2, : length // 2] = -np.inf, -np.inf
+    where = rng.random(length) < 0.5 if excess == 0 else None
+    for name in ("softmax", "log_softmax"):
+        y = getattr(reference, name)(x, where=where).astype(numbers)
+        dx = getattr(cuflash, f"{name}_vjp")(dy, y, where=where)
+        assert_softmax_close(dx, expect_softmax_vjp(f"{name}_vjp", dy, y, where=where), name=name)
+        assert not dx[1].any()
+        assert [launch.grid for launch in executor.launched[-2:]] == [3 * parts] * 2
+        assert executor.launched[-1].kernel.expression.startswith("cuflash::split_vjp<")
+    lse = reference.logsumexp(x, where=where, keepdims=True).astype(numbers)
+    dx = cuflash.logsumexp_vjp(dy[:, :1], x, lse, where=where)
+    expected = expect_softmax_vjp("logsumexp_vjp", dy[:, :1], x, lse, where=where)
+    assert_softmax_close(dx, expected, name="logsumexp")
+    assert executor.launched[-1].grid == 3 * parts
+    y = cuflash.softmax_state(x).apply(x)
+    assert_softmax_close(y, expect_softmax("softmax", x), name="softmax")
+    assert executor.launched[-1].grid == 3 * parts
 
 
 @pytest.mark.parametrize("method", METHODS)

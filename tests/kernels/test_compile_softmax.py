@@ -21,6 +21,7 @@ WITH_CLUSTERS = ("sm_90a", "sm_100", "sm_120")
 #: Everywhere: the variants with the most registers and the most paths, for the dtypes that differ.
 COVERING_DTYPES = (np.dtype(np.float64), BFLOAT16)
 COVERING = (
+    "cuflash::Softmax<float>, cuflash::kPacked, 4>",
     "cuflash::Softmax<float>, cuflash::kPacked, 8>",
     "cuflash::Softmax<double>, cuflash::kPacked, 8>",
     "cuflash::LogSoftmax<double>, cuflash::kPacked, 8>",
@@ -30,10 +31,12 @@ COVERING = (
     "cuflash::LogSoftmaxVjp<float>, cuflash::kPacked, 4>",
     "cuflash::LogSoftmaxVjp<double>, cuflash::kPacked, 4>",
     "cuflash::LogSoftmaxVjp<double>, cuflash::kScattered, 0>",
+    "cuflash::LogSoftmaxVjp<double>, cuflash::kScattered>",
     "cuflash::State<double>, cuflash::kScattered>",
     "cuflash::Softmax<float>, 2, 16, 16, 1>",
     "cuflash::Softmax<float>, 4, 16, 0, 1>",
-    "cuflash::Softmax<double>, 1, 8, 8, 1>",
+    "cuflash::LogSoftmax<double>, 1, 8, 8, 1>",
+    "cuflash::LogSoftmax<double>, 1, 16, 8, 1>",
     "cuflash::Softmax<double>, 1, 16, 0, 1>",
     "cuflash::LogSoftmaxVjp<float>, 2, 16, 8, 1>",
     "cuflash::LogSoftmaxVjp<double>, 1, 16, 8, 1>",
