@@ -73,10 +73,9 @@ class ColumnTile:
 
 
 #: By bytes of an element and whether there are two operands, in the order of preference. A lane
-#: holds 64 bytes (float32: 128 where more lanes would be united than columns saved), and threads
-#: side by side read 64 or 128 bytes. Where exponentials weigh more than the third trip, as in
-#: bfloat16 and float64, no cluster is better than reading twice: at N = 4096 0.34 to 0.55 and 0.35
-#: to 0.54. Measured at N = 128, 512 and 4096, of 0.8 that a copy of the strides might reach.
+#: holds 64 bytes (float32 also 128, which leaves fewer lanes to be united), and threads side by
+#: side read 64 or 128. In bfloat16 and in float64's softmax reading twice beats a cluster (0.55 to
+#: 0.34, 0.54 to 0.35 at N = 4096). Beside them the shares at N = 128, 512 and 4096.
 COLUMN_TILES = {
     # 0.84, 0.83, 0.67; beyond clusters 0.59
     (4, False): (
