@@ -127,7 +127,7 @@ def _info_softmax(args: argparse.Namespace) -> None:
     print(f"softmax of contiguous {dtype.name} rows on {name}, method auto")
     for line in occupancy.report(limits, dtype):
         print(line)
-    print("\na float32 row in the shared memory of a block of 256 threads, 48 KB at most")
+    print("\na float32 row in the shared memory of a block of 256 threads, without opt-in")
     for line in occupancy.source_report(limits):
         print(line)
 

@@ -361,6 +361,22 @@ def test_output_keeps_links_and_permissions(
         assert "out" in results
 
 
+def test_regimes_of_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("cupy")
+    assert main(["info", "--softmax", "--device-like", "t4"]) == 0
+    regimes, source = capsys.readouterr().out.split("without opt-in\n")
+    assert "fused   to N = " in regimes
+    assert "online  beyond" in regimes
+    occupancy = {
+        int(n): rest[-1] for n, *rest in (line.split() for line in source.splitlines()[1:])
+    }
+    assert occupancy[4096] == "100%"
+    assert occupancy[8192] == "50%"
+    assert "does not fit: 12288 is the longest row" in source
+    assert_refused(["info", "--softmax", "--device-like", "abacus"], capsys, "t4, h200")
+    assert_refused(["info", "--device-like", "t4"], capsys, "--softmax")
+
+
 def test_info_without_cupy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

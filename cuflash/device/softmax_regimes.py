@@ -42,6 +42,8 @@ CLUSTER_THREADS = (256, 512)
 CLUSTERS = (2, 4, 8, 16)
 #: Registers of a thread by the most chunks that it holds, as the kernels are compiled.
 REGISTERS = ((4, 48), (8, 64), (HELD_CHUNKS, 128))
+#: Blocks that a multiprocessor holds at most, by compute capability; 32 on the others.
+SM_BLOCKS = {"75": 16, "86": 16, "87": 16, "89": 24}
 #: The first compute capability that brings runs of bytes to L2 by one instruction.
 PREFETCHES = 90
 #: Least bytes of a row that a block reads where a row is split: enough that starting it is cheap.
@@ -158,7 +160,7 @@ def resident_blocks(
     """
     system = 1024 if int(limits.compute_capability) >= 80 else 0
     shared = -(-(shared_bytes + system) // 128) * 128
-    bounds = [limits.threads_per_sm // threads]
+    bounds = [SM_BLOCKS.get(limits.compute_capability, 32), limits.threads_per_sm // threads]
     if shared:
         bounds.append(limits.shared_per_sm // shared)
     if registers:

@@ -1,0 +1,109 @@
+"""Occupancy and trips predicted for GPUs that need not be here."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cuflash.device.occupancy import (
+    SOURCE_LENGTHS,
+    plan_rows,
+    report,
+    residency,
+    source_occupancy,
+    source_report,
+)
+from cuflash.device.softmax_regimes import resident_blocks, softmax_regimes
+from cuflash.problem import FLOATS
+from tests.devices import H200, T4
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def test_blocks_are_bounded_by_what_runs_out_first():
+    assert resident_blocks(H200, 128, 0) == 16  # threads
+    assert resident_blocks(H200, 32, 0) == 32  # blocks
+    assert resident_blocks(T4, 32, 0) == 16
+    assert resident_blocks(H200, 256, 0, registers=64) == 4
+    assert resident_blocks(H200, 256, 0, registers=65) == 3  # given out in units of 8
+    assert resident_blocks(H200, 256, 113 << 10) == 2  # 1 KB of each block is the system's
+    assert resident_blocks(H200, 256, (113 << 10) + 1) == 1
+    assert resident_blocks(T4, 256, 32 << 10) == 2
+    assert resident_blocks(T4, 256, (32 << 10) + 1) == 1
+
+
+def test_occupancy_of_the_source_on_its_gpu():
+    found = {n: source_occupancy(T4, n) for n in (*SOURCE_LENGTHS, 8193, 12289)}
+    assert found == {
+        1024: (4, 1), 2048: (4, 1), 4096: (4, 1),
+        8192: (2, 0.5), 8193: (1, 0.25), 12288: (1, 0.25),
+        12289: (0, 0), 16384: (0, 0),
+    }  # fmt: skip
+    *lines, last = source_report(T4)
+    assert [line.split() for line in lines[4:]] == [
+        ["8192", "32", "2", "50%"],
+        ["12288", "48", "1", "25%"],
+    ]
+    assert last.endswith("does not fit: 12288 is the longest row")
+
+
+@pytest.mark.parametrize("limits", [H200, T4], ids=["h200", "t4"])
+def test_residency_follows_the_plan(limits):
+    for regime in softmax_regimes(limits)[:-1]:
+        length = int(regime.row_bytes) // 4
+        found = residency(limits, FLOAT32, length)
+        launch = plan_rows(limits, FLOAT32, 2**20, length).launches[0]
+        assert found.method == regime.method
+        assert found.threads == launch.block
+        assert found.blocks >= 1
+        assert found.occupancy == found.blocks * found.threads / limits.threads_per_sm <= 1
+        assert found.trips == 2
+    with pytest.raises(ValueError, match="'fused' cannot run"):
+        residency(limits, FLOAT32, 2**20, "fused")
+
+
+def test_the_second_read_is_predicted_to_hit_while_a_wave_fits():
+    found = residency(H200, FLOAT32, 4096, "online")
+    assert found.kernels == ("online",)
+    assert found.trips == 2
+    # Whole blocks work on whole rows.
+    rows = found.wave_bytes // (4096 * 4)
+    assert found.wave_bytes == rows * 4096 * 4
+    assert rows % (found.blocks * H200.multiprocessors) == 0
+    assert residency(H200, FLOAT32, 4096, "online", rows=3).wave_bytes == 3 * 4096 * 4
+    small = replace(H200, l2_bytes=found.wave_bytes - 1)
+    assert residency(small, FLOAT32, 4096, "online").trips == 3
+    naive = residency(H200, FLOAT32, 4096, "naive")
+    assert (naive.kernels, naive.trips) == (("naive_maximum", "naive_normalizer", "apply"), 4)
+
+
+def test_a_row_has_as_many_blocks_as_hold_or_split_it():
+    assert residency(H200, FLOAT32, 2**15).parts == 1
+    clustered = residency(H200, FLOAT32, 2**18)
+    assert (clustered.method, clustered.parts) == ("cluster", 16)
+    resident = clustered.blocks * H200.multiprocessors // clustered.parts
+    assert clustered.wave_bytes == resident * 2**20
+    assert residency(H200, FLOAT32, 2**22).parts == 1
+    split = residency(H200, FLOAT32, 2**22, rows=3)
+    assert (split.method, split.kernels) == ("online", ("split_states", "split"))
+    assert split.parts == H200.multiprocessors // 3
+
+
+@pytest.mark.parametrize(
+    "operation", ["log_softmax", "logsumexp", "softmax_vjp", "log_softmax_vjp", "logsumexp_vjp"]
+)
+def test_the_family_has_plans_by_shape(operation):
+    (launch,) = plan_rows(H200, FLOAT32, 5, 1000, operation).launches
+    stem = operation.partition("_vjp")[0].replace("_", "")
+    assert stem in launch.kernel.expression.lower()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_report_has_a_line_for_each_length_and_each_regime(dtype):
+    lines = list(report(T4, dtype))
+    blank = lines.index("")
+    assert [int(line.split()[0]) for line in lines[1:blank]] == [2**i for i in range(21)]
+    assert [line.split()[0] for line in lines[blank + 1 :]] == ["fused", "online"]
+    split = [int(line.split()[6]) for line in lines[1:blank]]
+    assert split[0] == 1 < split[-2] < split[-1] <= T4.multiprocessors
+    assert "beyond" in lines[-1]
