@@ -5,9 +5,11 @@ and permission to read the hardware's counters), which launches each method once
 and writes ``benchmarks/results/<gpu>/memory_traffic.csv``. It takes about a minute.
 
 The second and third read of an element may be served by the L2 cache: *absorbed* is the share of
-them that did not reach DRAM. ncu empties the cache before each kernel. What a kernel wrote last may
-still lie in the cache when counting ends, up to the cache's size, so that *written* is a few
-percent low.
+them that did not reach DRAM, and *predicted* the bytes if all of `online`'s second read is absorbed
+while the rows in flight, *wave MB*, fit in L2. ncu empties the cache before each kernel. What a
+kernel wrote last may still lie in the cache when counting ends, up to the cache's size, so that
+*written* is a few percent low. *occupancy* is the share of a multiprocessor's warps that were
+resident, on average over the run of a method's only kernel, and *resident* what was predicted.
 """
 
 from __future__ import annotations
@@ -19,47 +21,59 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import cuflash
 from cuflash.bench import device, problems, rows
 
+if TYPE_CHECKING:
+    from cuflash.device.occupancy import Residency
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
+DTYPE, ITEMSIZE = "float32", 4
 ELEMENTS = 2**28
-LENGTHS = (1024, 4096, 65536)
-#: The kernels of each method, in order.
-KERNELS = {
-    "naive": ("naive_maximum", "naive_normalizer", "apply"),
-    "fused": ("fused",),
-    "online": ("online",),
-}
+LENGTHS = (1024, 4096, 16384, 65536, 2**19)
+#: Row lengths around those where shared memory holds two rows, one row, none: `fused` alone.
+FUSED_LENGTHS = (2048, 8192, 20480, 24576, 28672, 32768, 49152)
+METHODS = ("naive", "fused", "online", "cluster")
 DRAM_READ, DRAM_WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 L2_READ = "lts__t_sectors_op_read.sum"
+WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
 SECTOR_BYTES = 32
-METRICS = (DRAM_READ, DRAM_WRITTEN, L2_READ)
+METRICS = (DRAM_READ, DRAM_WRITTEN, L2_READ, WARPS)
 
 Counts = Mapping[str, float]
 
 
-def launch(elements: int, lengths: Iterable[int]) -> None:
-    """Launch each method once at each row length that it can hold, and print what was launched.
+class Launched(NamedTuple):
+    """A method at a row length, and how it is predicted to run."""
 
-    This is what runs under ncu.
-    """
-    x = device.normal((elements,), "float32", seed=0)
-    for n in lengths:
-        for method in KERNELS:
-            try:
-                cuflash.softmax(x.reshape(-1, n), method=method)
-            except ValueError:  # a row does not fit on chip
-                continue
-            print(method, n, flush=True)
+    method: str
+    n: int
+    residency: Residency
 
 
-def count(elements: int, lengths: Sequence[int]) -> list[rows.Row]:
+def planned(lengths: Iterable[int], fused_lengths: Iterable[int]) -> Iterator[Launched]:
+    """Yield what is to be launched: each method at each row length that it can hold."""
+    pairs = [(method, n) for n in lengths for method in METHODS]
+    for method, n in [*pairs, *(("fused", n) for n in fused_lengths)]:
+        with suppress(ValueError):  # a row does not fit on chip
+            yield Launched(method, n, device.softmax_residency(DTYPE, n, method))
+
+
+def launch(elements: int, pairs: Iterable[tuple[str, int]]) -> None:
+    """Launch methods at row lengths, once each: what runs under ncu."""
+    x = device.normal((elements,), DTYPE, seed=0)
+    for method, n in pairs:
+        cuflash.softmax(x[: elements // n * n].reshape(-1, n), method=method)
+
+
+def count(elements: int, launched: Sequence[Launched]) -> list[rows.Row]:
     """Run `launch` under ncu and return its rows.
 
     Raises
@@ -72,7 +86,7 @@ def count(elements: int, lengths: Sequence[int]) -> list[rows.Row]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         result = subprocess.run(
-            ncu_command(log, elements, lengths),
+            ncu_command(log, elements, launched),
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -81,21 +95,20 @@ def count(elements: int, lengths: Sequence[int]) -> list[rows.Row]:
         said = log.read_text() if log.exists() else ""
     if result.returncode:
         raise RuntimeError(f"ncu failed:\n{said}\n{result.stdout}\n{result.stderr}")
-    order = [line.split() for line in result.stdout.splitlines() if line.strip()]
-    return describe([(method, int(n)) for method, n in order], parse(said), elements)
+    return describe(launched, parse(said), elements)
 
 
-def ncu_command(log: Path, elements: int, lengths: Sequence[int]) -> list[str]:
+def ncu_command(log: Path, elements: int, launched: Sequence[Launched]) -> list[str]:
     """Return the command that counts the launches of `launch`."""
-    kernels = "|".join(name for names in KERNELS.values() for name in names)
+    kernels = "|".join(dict.fromkeys(k for each in launched for k in each.residency.kernels))
     return [
         "ncu",
         *("--clock-control", "none"),
         *("--kernel-name-base", "function", "--kernel-name", f"regex:^({kernels})$"),
         *("--metrics", ",".join(METRICS)),
         *("--csv", "--print-units", "base", "--log-file", str(log)),
-        *(sys.executable, "-m", "benchmarks.memory_traffic", "--launch"),
-        *("--elements", str(elements), "--lengths", *map(str, lengths)),
+        *(sys.executable, "-m", "benchmarks.memory_traffic", "--elements", str(elements)),
+        *("--launch", *(f"{each.method}:{each.n}" for each in launched)),
     ]
 
 
@@ -125,47 +138,58 @@ def parse(log: str) -> list[tuple[str, Counts]]:
 
 
 def describe(
-    order: Sequence[tuple[str, int]], launches: Sequence[tuple[str, Counts]], elements: int
+    launched: Sequence[Launched], counted: Sequence[tuple[str, Counts]], elements: int
 ) -> list[rows.Row]:
-    """Return a row for each (method, row length) from the launches, which follow in this order.
+    """Return a row for each of `launched` from the counts of its kernels, which follow in order.
 
     Raises
     ------
     RuntimeError
         Other kernels were counted than were launched.
     """
-    wanted = [kernel for method, _ in order for kernel in KERNELS[method]]
-    counted = [kernel for kernel, _ in launches]
-    if counted != wanted:
-        raise RuntimeError(f"launched were {wanted}; ncu counted {counted}")
-    rest = iter(launches)
+    wanted = [kernel for each in launched for kernel in each.residency.kernels]
+    found = [kernel for kernel, _ in counted]
+    if found != wanted:
+        raise RuntimeError(f"launched were {wanted}; ncu counted {found}")
+    rest = iter(counted)
     return [
-        describe_one(method, n, [next(rest)[1] for _ in KERNELS[method]], elements)
-        for method, n in order
+        describe_one(each, [next(rest)[1] for _ in each.residency.kernels], elements)
+        for each in launched
     ]
 
 
-def describe_one(method: str, n: int, counts: Sequence[Counts], elements: int) -> rows.Row:
-    """Return the row of one method, whose kernels counted `counts`: bytes an element of float32."""
-    itemsize, trips = 4, problems.SOFTMAX_TRIPS[method]
+def describe_one(launched: Launched, counts: Sequence[Counts], elements: int) -> rows.Row:
+    """Return the row of one method, whose kernels counted `counts`: bytes an element."""
+    method, n, residency = launched
+    trips, length = problems.SOFTMAX_TRIPS[method], elements // n * n
 
     def total(metric: str) -> float:
-        return sum(each[metric] for each in counts) / elements
+        return sum(each[metric] for each in counts) / length
 
     read, written = total(DRAM_READ), total(DRAM_WRITTEN)
-    again = (trips - 2) * itemsize  # what is read after the first read, beside the one write
+    again = (trips - 2) * ITEMSIZE  # what is read after the first read, beside the one write
     return {
         "method": method,
-        "dtype": "float32",
-        "rows": elements // n,
+        "dtype": DTYPE,
+        "rows": length // n,
         "N": n,
         "DRAM read": read,
         "DRAM written": written,
         "DRAM bytes an element": read + written,
-        "theory": trips * itemsize,
+        "theory": trips * ITEMSIZE,
+        "predicted": residency.trips * ITEMSIZE,
+        "wave MB": residency.wave_bytes / 1e6,
         "L2 read": total(L2_READ) * SECTOR_BYTES,
-        "absorbed": 1 - (read - itemsize) / again if again else "",
+        "absorbed": 1 - (read - ITEMSIZE) / again if again else "",
+        "occupancy": counts[0][WARPS] / 100 if len(counts) == 1 else "",
+        "resident": residency.occupancy if len(counts) == 1 else "",
     }
+
+
+def pair(text: str) -> tuple[str, int]:
+    """Read a method and a row length, ``fused:1024``."""
+    method, _, n = text.partition(":")
+    return method, int(n)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -175,18 +199,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--launch", action="store_true", help="only launch: what runs under ncu")
+    parser.add_argument(
+        "--launch",
+        type=pair,
+        nargs="+",
+        metavar="METHOD:N",
+        help="count nothing, only launch these: what runs under ncu",
+    )
     parser.add_argument("--elements", type=int, default=ELEMENTS)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="row lengths N")
+    parser.add_argument(
+        "--fused-lengths", type=int, nargs="*", default=FUSED_LENGTHS, help="of fused alone"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     chosen = parser.parse_args(arguments)
-    if any(chosen.elements % n for n in chosen.lengths):
-        parser.error("--lengths must divide --elements")
     if chosen.launch:
-        launch(chosen.elements, chosen.lengths)
+        launch(chosen.elements, chosen.launch)
         return
     record = rows.Record("memory_traffic", chosen.results, rows.device_environment)
-    record.add("Softmax, bytes an element", count(chosen.elements, chosen.lengths))
+    try:
+        found = count(chosen.elements, list(planned(chosen.lengths, chosen.fused_lengths)))
+    except RuntimeError as error:
+        parser.exit(1, f"nothing was counted: {error}\n")
+    record.add("Softmax, bytes an element", found)
     record.close()
 
 

@@ -1,82 +1,154 @@
-"""Softmax over the last axis on a GPU: every method, the peers, and the copy of the same bytes.
+"""The softmax family over the last axis on a GPU: every method, the peers, and the device copy.
 
-``python -m benchmarks.softmax`` measures all row lengths and dtypes in about eight minutes, most
-of them spent on torch.compile, and writes ``benchmarks/results/<gpu>/softmax.csv`` after each.
-``--quick`` takes under 40 seconds.
+``python -m benchmarks.softmax`` measures all row lengths and dtypes in about a quarter of an hour,
+a third of it spent on torch.compile. It writes ``benchmarks/results/<gpu>/softmax.csv`` after each,
+and at the end ``softmax.png`` beside it: rates over N. ``--quick`` takes under a minute. A run can
+be done in parts, each with ``--append``; ``--plot`` draws what was measured before.
 
-A row holds one method's rate, counted as one read and one write whatever the method really moves,
-against one peer. With the device copy as the peer, *speedup* is the share of the copy's rate.
+A row holds one method's rate, counted as one read or write of every operand whatever the method
+really moves, against one peer. With the device copy as the peer, *speedup* is the share of the
+copy's rate. *regime* is the method that `auto` takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuflash
-from cuflash.bench import device, peers, problems, rows, timing
+from cuflash.bench import charts, device, peers, problems, rows, timing
+from cuflash.bench.softmax_peers import softmax_peers
 
 RESULTS = Path(__file__).parent / "results"
 
 COPY = "device copy"
-METHODS = ("auto", "fused", "online", "naive")
+METHODS = ("auto", "fused", "cluster", "online", "naive")
+#: Columns that name a problem.
+KEY = ("operation", "dtype", "N")
 #: Inputs used in rotation.
 SETS = 2
 
 
+class Problem(NamedTuple):
+    """An operation on rows of `n` elements."""
+
+    operation: str
+    dtype: str
+    n: int
+
+
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured."""
+    """How much is measured: `lengths` of rows by operation, all dtypes of each."""
 
-    lengths: Sequence[int] = problems.SOFTMAX_LENGTHS
+    lengths: Mapping[str, Sequence[int]]
     dtypes: Sequence[str] = ("float32", "bfloat16", "float16", "float64")
     elements: int = problems.SOFTMAX_ELEMENTS
-    peers: Sequence[peers.Peer] = peers.DEVICE_SOFTMAX
+    peers: Callable[[str], Sequence[peers.Peer]] = softmax_peers
     rounds: int = 7
     window: float = 0.06
 
+    def grid(self) -> list[Problem]:
+        """Return the problems in order."""
+        return [
+            Problem(operation, dtype, n)
+            for dtype in self.dtypes
+            for operation, lengths in self.lengths.items()
+            for n in lengths
+        ]
 
-FULL = Effort()
-#: The peers that need no compilation of seconds.
-READY = tuple(peer for peer in peers.DEVICE_SOFTMAX if peer.name != "torch.compile")
-QUICK = Effort(lengths=(1024, 4096, 32768), dtypes=("float32",), elements=2**28, peers=READY)
+
+def ready(operation: str) -> Sequence[peers.Peer]:
+    """Return the peers that need no compilation of seconds."""
+    return softmax_peers(operation, compiled=False)
 
 
-def measure(effort: Effort, dtype: str, n: int) -> list[rows.Row]:
+FULL = Effort(
+    {operation: problems.SOFTMAX_FAMILY_LENGTHS for operation in problems.SOFTMAX_OPERATIONS}
+    | {"softmax": problems.SOFTMAX_LENGTHS}
+)
+QUICK = Effort(
+    {
+        "softmax": (128, 1024, 4096, 2**15, 2**17, 2**20),
+        "log_softmax": (4096,),
+        "softmax_vjp": (4096,),
+    },
+    dtypes=("float32",),
+    peers=ready,
+)
+
+
+def measure(effort: Effort, problem: Problem) -> list[rows.Row]:
     """Measure one row length of one dtype."""
+    operation, dtype, n = problem
     shape = (effort.elements // n, n)
-    inputs = [device.normal(shape, dtype, seed) for seed in range(SETS)]
-    ours = {method: calls for method in METHODS if (calls := softmax_by(method, inputs))}
-    theirs = peers.willing(effort.peers, [(x,) for x in inputs])
-    competitors = {COPY: [device.copy(x) for x in inputs], **ours, **theirs}
+    inputs = [arguments(operation, shape, dtype, seed) for seed in range(SETS)]
+    methods = [
+        method
+        for method in (METHODS if operation == "softmax" else METHODS[:1])
+        if method != "cluster" or n >= problems.CLUSTER_LENGTH
+    ]
+    ours = {method: calls for method in methods if (calls := calls_by(method, operation, inputs))}
+    theirs = peers.willing(effort.peers(operation), inputs)
+    copied = [device.copy(max(operands, key=lambda x: x.nbytes)) for operands in inputs]
+    competitors = {COPY: copied, **ours, **theirs}
     result = timing.compare(
         competitors, clock=device.clock(), rounds=effort.rounds, window=effort.window
     )
 
-    terabytes = problems.softmax_bytes(math.prod(shape), inputs[0].itemsize) / 1e12
+    def terabytes(name: str) -> float:
+        kind = "softmax" if name == COPY else operation
+        return (
+            problems.softmax_bytes(math.prod(shape), problems.dtype_of(dtype).itemsize, kind) / 1e12
+        )
+
     pairs = [(name, COPY) for name in competitors]
     pairs += [("auto", peer) for peer in theirs]
-    pairs += [(method, "fused") for method in ("naive", "online") if "fused" in ours]
-    return [
-        {
-            "method": name,
-            "dtype": dtype,
-            "rows": shape[0],
-            "N": n,
-            **rows.timing(result, name, peer, terabytes, "TB/s"),
-            **target(name, peer, dtype, n, result),
-        }
-        for name, peer in pairs
-    ]
+    if "fused" in ours:
+        pairs += [(method, "fused") for method in ("cluster", "online", "naive") if method in ours]
+    regime = device.softmax_regime(dtype, shape) if operation == "softmax" else ""
+    found = []
+    for name, peer in pairs:
+        timed = rows.timing(result, name, peer, terabytes(name), "TB/s", peer_work=terabytes(peer))
+        least, met = target(problem, name, peer, timed["speedup"])
+        found.append(
+            {
+                "operation": operation,
+                "method": name,
+                "dtype": dtype,
+                "rows": shape[0],
+                "N": n,
+                "regime": regime,
+                **timed,
+                "target": least,
+                "met": met,
+            }
+        )
+    return found
 
 
-def softmax_by(method: str, inputs: Iterable[Any]) -> list[Callable[[], Any]]:
+def arguments(operation: str, shape: tuple[int, int], dtype: str, seed: int) -> tuple[Any, ...]:
+    """Return operands of normal random numbers; of a gradient, the result that it is taken at."""
+    x = device.normal(shape, dtype, seed)
+    if not operation.endswith("_vjp"):
+        return (x,)
+    y = getattr(cuflash, operation.removesuffix("_vjp"))(x)
+    cotangent = device.normal(y.shape, dtype, seed + SETS)
+    return (cotangent, x, y) if operation == "logsumexp_vjp" else (cotangent, y)
+
+
+def calls_by(
+    method: str, operation: str, inputs: Sequence[tuple[Any, ...]]
+) -> list[Callable[[], Any]]:
     """Return this library's calls; none if the method cannot run rows of this length."""
-    calls = [lambda x=x: cuflash.softmax(x, method=method) for x in inputs]
+    options = {"method": method} if operation == "softmax" else {}
+    calls = [partial(getattr(cuflash, operation), *operands, **options) for operands in inputs]
     try:
         calls[0]()
     except ValueError:
@@ -84,58 +156,101 @@ def softmax_by(method: str, inputs: Iterable[Any]) -> list[Callable[[], Any]]:
     return calls
 
 
-def target(name: str, peer: str, dtype: str, n: int, result: timing.Comparison) -> rows.Row:
-    """Return the target of a method's time over fused's, and whether it is met."""
-    applies = peer == "fused" and dtype == "float32" and n == problems.OVER_FUSED_LENGTH
-    if not applies or name not in problems.OVER_FUSED:
-        return {"target": "", "met": ""}
-    low, high = problems.OVER_FUSED[name]
-    times = result.speedup(peer, name).median
-    return {"target": f"{low:g} to {high:g} times as long", "met": low <= times <= high}
+def target(problem: Problem, name: str, peer: str, speedup: float) -> tuple[Any, Any]:
+    """Return the target of a pair and whether it is met; two empty strings if it has none."""
+    operation, dtype, n = problem
+    share = problems.softmax_share(operation, dtype, n)
+    held = (peer, dtype, n) == ("fused", "float32", problems.OVER_FUSED_LENGTH)
+    if held and name in problems.OVER_FUSED:
+        low, high = problems.OVER_FUSED[name]
+        return f"{low:g} to {high:g} times as long", low <= 1 / speedup <= high
+    least = None
+    if name == "auto":
+        least = {
+            COPY: share,
+            "CuPy formula": problems.OVER_FORMULA if operation == "softmax" and share else None,
+            "torch": problems.OVER_TORCH,
+            "torch.compile": problems.OVER_TORCH,
+        }.get(peer)
+    return ("", "") if least is None else (least, problems.meets(speedup, least))
 
 
-def report(effort: Effort, folder: Path | None, seconds: float = math.inf) -> None:
-    """Measure dtype by dtype while the time lasts, print, and write what there is."""
-    grid = [(dtype, n) for dtype in effort.dtypes for n in effort.lengths]
-    record = rows.Record("softmax", folder, rows.device_environment)
+def report(
+    effort: Effort, folder: Path | None, seconds: float = math.inf, *, append: bool = False
+) -> None:
+    """Measure problem by problem while the time lasts, print, and write what there is."""
+    record = rows.Record("softmax", folder, rows.device_environment, KEY if append else ())
+    grid = effort.grid()
+    device.warm_softmax(grid, METHODS)
     done = 0
-    for dtype, n in timing.within(seconds, grid):
-        found = measure(effort, dtype, n)
+    for problem in timing.within(seconds, grid):
+        found = measure(effort, problem)
         printed = [row for row in found if row["peer"] in (COPY, "fused")]
-        record.add(f"Softmax, {dtype}, N = {n}", found, printed)
+        record.add(f"{problem.operation}, {problem.dtype}, N = {problem.n}", found, printed)
         peers.forget()
         done += 1
     record.close()
     if done < len(grid):
         print(f"out of time: {len(grid) - done} of {len(grid)} problems are not measured")
+    if folder is not None:
+        plot(rows.result_path(folder, "softmax", rows.device_environment()["machine"]))
+
+
+def plot(path: Path) -> None:
+    """Draw the figure of a result file beside it, where matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"{path} has no figure: matplotlib is not installed (pip install 'cuflash[plot]')")
+        return
+    charts.softmax_rates(rows.read_rows(path)).savefig(path.with_suffix(".png"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write the results."""
+    """Measure, print, write the results and draw them."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.softmax",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="three row lengths in float32")
+    parser.add_argument("--quick", action="store_true", help="a few row lengths in float32")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after this")
     parser.add_argument("--lengths", type=int, nargs="+", help="row lengths N")
-    parser.add_argument("--dtypes", nargs="+", help="of float32, bfloat16, float16, float64")
+    parser.add_argument("--dtypes", nargs="+", choices=FULL.dtypes, metavar="DTYPE")
+    parser.add_argument(
+        "--operations", nargs="+", choices=problems.SOFTMAX_OPERATIONS, metavar="NAME"
+    )
+    parser.add_argument(
+        "--elements", type=int, help="of x (default 2^29, which needs 40 GB in float64)"
+    )
+    parser.add_argument("--window", type=float, help="seconds of each in a round (default 0.06)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument(
+        "--append", action="store_true", help="keep the file's rows of what is not measured now"
+    )
+    parser.add_argument("--plot", action="store_true", help="measure nothing, draw what there is")
     parser.add_argument(
         "--results",
         type=Path,
         help="folder to write to; the default is benchmarks/results, or nowhere with --quick",
     )
     chosen = parser.parse_args(arguments)
+    folder = chosen.results or (None if chosen.quick else RESULTS)
+    if chosen.plot:
+        for path in sorted((folder or RESULTS).glob("*/softmax.csv")):
+            plot(path)
+        return
     base = QUICK if chosen.quick else FULL
     effort = replace(
         base,
-        lengths=chosen.lengths or base.lengths,
+        lengths={
+            operation: chosen.lengths or base.lengths.get(operation, FULL.lengths[operation])
+            for operation in chosen.operations or base.lengths
+        },
         dtypes=chosen.dtypes or base.dtypes,
-        peers=READY if chosen.no_compile else base.peers,
+        elements=chosen.elements or base.elements,
+        window=chosen.window or base.window,
+        peers=ready if chosen.no_compile else base.peers,
     )
-    report(effort, chosen.results or (None if chosen.quick else RESULTS), chosen.seconds)
+    report(effort, folder, chosen.seconds, append=chosen.append)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from cuflash.bench import device, peers, problems, rows, timing
 from tests import gpu_record
 
 # ci: the same examples in every run, so that a failure is the change's own.
@@ -23,6 +24,24 @@ settings.load_profile("ci")
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Return a generator whose seed depends on the test's name alone, not on the order of tests."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def numpy_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the benchmarks of the device run on NumPy arrays and the host engine."""
+
+    def normal(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
+        x = np.random.default_rng(seed).standard_normal(shape)
+        return x.astype(problems.dtype_of(dtype))
+
+    monkeypatch.setattr(device, "normal", normal)
+    monkeypatch.setattr(device, "copy", lambda x: x.copy)
+    monkeypatch.setattr(device, "matmul", lambda dtype: np.ones(16).sum)
+    monkeypatch.setattr(device, "clock", timing.HostClock)
+    monkeypatch.setattr(device, "softmax_regime", lambda dtype, shape: "fused")
+    monkeypatch.setattr(device, "warm_softmax", lambda problems, methods: None)
+    monkeypatch.setattr(peers, "forget", lambda: None)
+    monkeypatch.setattr(rows, "device_environment", lambda: {"machine": "No GPU"})
 
 
 class _GpuRun:

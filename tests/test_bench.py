@@ -15,9 +15,7 @@ import pytest
 
 import benchmarks.attention
 import benchmarks.host
-import benchmarks.memory_traffic
 import benchmarks.overhead
-import benchmarks.softmax
 import cuflash
 from cuflash.bench import device, peers, problems, rows, timing
 from cuflash.bench.problems import AttentionShape
@@ -356,70 +354,6 @@ def test_record_is_written_after_every_batch(tmp_path: Path) -> None:
             assert [int(row["n"]) for row in csv.DictReader(file)] == list(range(1, n + 1))
 
 
-@pytest.fixture
-def numpy_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the device's drivers run on NumPy arrays and the host engine."""
-
-    def normal(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
-        x = np.random.default_rng(seed).standard_normal(shape)
-        return x.astype(problems.dtype_of(dtype))
-
-    monkeypatch.setattr(device, "normal", normal)
-    monkeypatch.setattr(device, "copy", lambda x: x.copy)
-    monkeypatch.setattr(device, "matmul", lambda dtype: np.ones(16).sum)
-    monkeypatch.setattr(device, "clock", HostClock)
-    monkeypatch.setattr(peers, "forget", lambda: None)
-    monkeypatch.setattr(rows, "device_environment", lambda: {"machine": "No GPU"})
-
-
-@pytest.mark.usefixtures("numpy_device")
-def test_softmax_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    effort = benchmarks.softmax.Effort(
-        lengths=[16, problems.OVER_FUSED_LENGTH],
-        dtypes=["float32"],
-        elements=2**13,
-        peers=[peers.SCIPY_SOFTMAX],
-        rounds=2,
-        window=1e-4,
-    )
-    benchmarks.softmax.report(effort, tmp_path)
-    with (tmp_path / "no-gpu" / "softmax.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
-    pairs = [(row["method"], row["peer"]) for row in found if row["N"] == "16"]
-    assert len(set(pairs)) == len(pairs)
-    assert ("device copy", "device copy") in pairs
-    assert ("auto", "scipy.special.softmax") in pairs
-    assert ("naive", "fused") in pairs
-    (copied,) = [row for row in found if row["method"] == "device copy" and row["N"] == "16"]
-    assert float(copied["speedup"]) == 1
-    assert {row["rows"] for row in found if row["N"] == "16"} == {"512"}
-    targets = {row["method"] for row in found if row["target"]}
-    assert targets == {"naive", "online"}
-    assert all(row["N"] == "4096" and row["peer"] == "fused" for row in found if row["target"])
-
-    assert "out of time" not in capsys.readouterr().out
-    benchmarks.softmax.report(effort, None, seconds=1e-3)
-    assert "1 of 2 problems are not measured" in capsys.readouterr().out
-
-
-def test_time_over_fused_has_its_bounds() -> None:
-    result = Comparison({"fused": [1.0], "naive": [2.2], "online": [1.6]})
-    naive = benchmarks.softmax.target("naive", "fused", "float32", 4096, result)
-    assert naive == {"target": "1.7 to 2.3 times as long", "met": True}
-    online = benchmarks.softmax.target("online", "fused", "float32", 4096, result)
-    assert online["met"] is False
-    assert not benchmarks.softmax.target("online", "fused", "float64", 4096, result)["target"]
-    assert not benchmarks.softmax.target("online", "device copy", "float32", 4096, result)["target"]
-
-
-@pytest.mark.usefixtures("numpy_device")
-def test_method_that_cannot_run_is_left_out() -> None:
-    x = np.ones((2, 3))
-    assert benchmarks.softmax.softmax_by("cluster", [x]) == []
-    (call,) = benchmarks.softmax.softmax_by("naive", [x])
-    np.testing.assert_allclose(call(), 1 / 3)
-
-
 @pytest.mark.usefixtures("numpy_device")
 def test_attention_benchmark() -> None:
     shape = AttentionShape(1, 2, 8, 64, dtype="float32")
@@ -515,93 +449,3 @@ def test_every_call_of_the_overhead_benchmark_is_valid(monkeypatch: pytest.Monke
         result = case.call()
         for x in result if isinstance(result, tuple) else (result,):
             assert np.isfinite(x).all()
-
-
-# ---------------------------------------------------------------------------------- memory traffic
-
-NCU_HEAD = """\
-==PROF== Connected to process 4321 (/usr/bin/python3.12)
-==PROF== Profiling "naive_maximum" - 0: 0%....50%....100% - 2 passes
-==PROF== Disconnected from process 4321
-"ID","Process ID","Kernel Name","Grid Size","Metric Name","Metric Unit","Metric Value"
-"""
-
-
-def ncu_log(*launches: tuple[str, int, int, int]) -> str:
-    """Return what ncu writes about launches of 1000 elements: kernel, read, written, sectors."""
-    lines = [NCU_HEAD]
-    for i, (kernel, *values) in enumerate(launches):
-        for metric, value in zip(benchmarks.memory_traffic.METRICS, values, strict=True):
-            unit = "byte" if "bytes" in metric else "sector"
-            lines.append(f'"{i}","4321","{kernel}","(8, 1, 1)","{metric}","{unit}","{value:,}"\n')
-    return "".join(lines)
-
-
-LAUNCHES = (
-    ("naive_maximum", 4000, 10, 125),
-    ("naive_normalizer", 4000, 10, 125),
-    ("apply", 4000, 3980, 125),
-    ("void cuflash::fused<float, cuflash::Softmax<float>, 8>(cuflash::SoftmaxParameters)",
-     4000, 4000, 125),
-    ("online", 5000, 4000, 250),
-    ("online", 8000, 4000, 250),
-)  # fmt: skip
-ORDER = [("naive", 10), ("fused", 10), ("online", 10), ("online", 1000)]
-
-
-def test_counts_are_read_from_ncu() -> None:
-    launches = benchmarks.memory_traffic.parse(ncu_log(*LAUNCHES))
-    assert [kernel for kernel, _ in launches] == [
-        "naive_maximum", "naive_normalizer", "apply", "fused", "online", "online"
-    ]  # fmt: skip
-    assert launches[2][1]["dram__bytes_write.sum"] == 3980
-    naive, fused, short, long = benchmarks.memory_traffic.describe(ORDER, launches, 1000)
-    assert (naive["DRAM bytes an element"], naive["theory"], naive["absorbed"]) == (16, 16, 0)
-    assert (fused["DRAM bytes an element"], fused["theory"], fused["absorbed"]) == (8, 8, "")
-    assert (short["DRAM read"], short["theory"], short["absorbed"]) == (5, 12, 0.75)
-    assert (long["N"], long["rows"], long["absorbed"], long["L2 read"]) == (1000, 1, 0, 8)
-
-
-def test_failures_of_ncu_are_told() -> None:
-    parse, describe = benchmarks.memory_traffic.parse, benchmarks.memory_traffic.describe
-    with pytest.raises(RuntimeError, match="LibraryNotLoaded"):
-        parse("==ERROR== Failed to initialize the profiler: LibraryNotLoaded\n")
-    with pytest.raises(RuntimeError, match="no number for dram__bytes_read"):
-        parse(ncu_log(LAUNCHES[0]).replace('"4,000"', '"n/a"'))
-    with pytest.raises(RuntimeError, match="ncu counted"):
-        describe(ORDER, parse(ncu_log(*LAUNCHES[:-1])), 1000)
-
-
-def test_traffic_is_counted_by_a_run_under_ncu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "canned.csv").write_text(ncu_log(*LAUNCHES))
-    launched = "\\n".join(f"{method} {n}" for method, n in ORDER)
-    ncu = tmp_path / "ncu"
-    ncu.write_text(
-        f"""#!/bin/sh
-for last; do
-    [ "$option" = --log-file ] && cp {tmp_path}/canned.csv "$last"
-    option=$last
-done
-printf '{launched}\\n'
-"""
-    )
-    ncu.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    found = benchmarks.memory_traffic.count(1000, [10, 1000])
-    assert [(row["method"], row["N"]) for row in found] == ORDER
-    ncu.write_text("#!/bin/sh\necho no permission >&2; exit 1\n")
-    with pytest.raises(RuntimeError, match="no permission"):
-        benchmarks.memory_traffic.count(1000, [10])
-    ncu.unlink()
-    with pytest.raises(RuntimeError, match="not on the PATH"):
-        benchmarks.memory_traffic.count(1000, [10])
-
-
-@pytest.mark.usefixtures("numpy_device")
-def test_what_runs_under_ncu_launches_each_method(capsys: pytest.CaptureFixture[str]) -> None:
-    benchmarks.memory_traffic.launch(64, [4, 16])
-    assert capsys.readouterr().out.split("\n")[:-1] == [
-        f"{method} {n}" for n in (4, 16) for method in ("naive", "fused", "online")
-    ]

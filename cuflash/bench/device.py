@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .problems import AttentionShape, dtype_of
 from .timing import Call, CudaClock
+
+if TYPE_CHECKING:
+    from ..device.executor import DeviceLimits
+    from ..device.occupancy import Residency
 
 #: NVML's name for the clock of the multiprocessors (`nvmlClockType_t`).
 _NVML_CLOCK_SM = 1
@@ -69,6 +76,41 @@ def attention_inputs(shape: AttentionShape, sets: int) -> list[tuple[Any, ...]]:
     """Return sets of normal random q, k, v on the current device, to be used in rotation."""
     size = (3, shape.batch, shape.heads, shape.tokens, shape.d)
     return [tuple(normal(size, shape.dtype, seed)) for seed in range(sets)]
+
+
+def softmax_regime(dtype: str, shape: tuple[int, int]) -> str:
+    """Return the method that `auto` takes on the current device for contiguous rows."""
+    from ..device.occupancy import plan_rows
+
+    return plan_rows(_limits(), dtype_of(dtype), *shape).method
+
+
+def softmax_residency(dtype: str, n: int, method: str) -> Residency:
+    """Predict how a method runs on the current device; ValueError if it cannot."""
+    from ..device.occupancy import residency
+
+    return residency(_limits(), dtype_of(dtype), n, method)
+
+
+def warm_softmax(problems: Iterable[tuple[str, str, int]], methods: Iterable[str]) -> None:
+    """Compile what (operation, dtype, row length) launch, several kernels at a time."""
+    from ..device.compiler import warm
+    from ..device.occupancy import plan_rows
+
+    kernels = []
+    for (operation, dtype, n), method in product(problems, methods):
+        with suppress(ValueError):  # the method cannot run such rows
+            plan = plan_rows(_limits(), dtype_of(dtype), 2, n, operation, method)
+            kernels += [launch.kernel for launch in plan.launches]
+    warm(kernels)
+
+
+def _limits() -> DeviceLimits:
+    import cupy
+
+    from ..device.executor import device_limits
+
+    return device_limits(cupy.cuda.runtime.getDevice())
 
 
 def copy(x: Any) -> Call:

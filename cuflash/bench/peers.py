@@ -93,7 +93,7 @@ def scipy_softmax(x: Any, *, axis: int = -1) -> Call:
     return lambda: special.softmax(x, axis=axis)
 
 
-def _tensor(x: Any) -> Any:
+def tensor(x: Any) -> Any:
     """Return a PyTorch tensor that shares memory with a NumPy or CuPy array."""
     import torch
 
@@ -106,7 +106,7 @@ def torch_attention(q: Any, k: Any, v: Any, *, causal: bool = False) -> Call:
     """Return PyTorch's scaled_dot_product_attention, its backend chosen by PyTorch."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    tensors = [_tensor(x) for x in (q, k, v)]
+    tensors = [tensor(x) for x in (q, k, v)]
     return lambda: scaled_dot_product_attention(*tensors, is_causal=causal)
 
 
@@ -131,48 +131,13 @@ def _torch_backend_vjp(name: str) -> Callable[..., Call]:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        inputs = [_tensor(x).requires_grad_() for x in (q, k, v)]
-        cotangent = _tensor(dout)
+        inputs = [tensor(x).requires_grad_() for x in (q, k, v)]
+        cotangent = tensor(dout)
         with sdpa_kernel(getattr(SDPBackend, name)):
             out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal)
         return lambda: torch.autograd.grad(out, inputs, cotangent, retain_graph=True)
 
     return make
-
-
-def cupy_softmax(x: Any, *, axis: int = -1) -> Call:
-    """Return the formula as a CuPy user writes it."""
-    import cupy
-
-    def call() -> Any:
-        e = cupy.exp(x - x.max(axis=axis, keepdims=True))
-        return e / e.sum(axis=axis, keepdims=True)
-
-    return call
-
-
-def cupyx_softmax(x: Any, *, axis: int = -1) -> Call:
-    """Return `cupyx.scipy.special.softmax`."""
-    from cupyx.scipy import special
-
-    return lambda: special.softmax(x, axis=axis)
-
-
-def torch_softmax(x: Any, *, axis: int = -1) -> Call:
-    """Return `torch.softmax`."""
-    import torch
-
-    tensor = _tensor(x)
-    return lambda: torch.softmax(tensor, dim=axis)
-
-
-def torch_compiled_softmax(x: Any, *, axis: int = -1) -> Call:
-    """Return `torch.softmax` as torch.compile generates it for this shape."""
-    import torch
-
-    tensor = _tensor(x)
-    compiled = torch.compile(torch.softmax, dynamic=False)
-    return lambda: compiled(tensor, dim=axis)
 
 
 NUMPY_ATTENTION = Peer("NumPy formula", "numpy", numpy_attention)
@@ -191,10 +156,4 @@ DEVICE_ATTENTION = tuple(
 DEVICE_ATTENTION_VJP = tuple(
     Peer(f"torch SDPA {label}", "torch", _torch_backend_vjp(name))
     for label, name in _BACKENDS.items()
-)
-DEVICE_SOFTMAX = (
-    Peer("CuPy formula", "cupy", cupy_softmax),
-    Peer("cupyx.scipy.special.softmax", "cupyx", cupyx_softmax),
-    Peer("torch.softmax", "torch", torch_softmax),
-    Peer("torch.compile", "torch", torch_compiled_softmax),
 )

@@ -49,13 +49,22 @@ def decode_bytes(batch: int, key_heads: int, tokens: int, d: int, itemsize: int)
     return 2 * batch * key_heads * tokens * d * itemsize
 
 
-def softmax_bytes(elements: int, itemsize: int) -> int:
-    """Return the bytes of reading x and writing y once, whatever a method really moves."""
-    return 2 * elements * itemsize
+def softmax_bytes(elements: int, itemsize: int, operation: str = "softmax") -> int:
+    """Return the bytes of each operand read and written once, whatever a method really moves."""
+    return SOFTMAX_OPERATIONS[operation] * elements * itemsize
 
 
 #: Passes over device memory an element, reads and writes together; one is the write.
 SOFTMAX_TRIPS = {"naive": 4, "fused": 2, "online": 3, "cluster": 2}
+#: Operands as large as x, results included: the fewest trips that there can be.
+SOFTMAX_OPERATIONS = {
+    "softmax": 2,
+    "log_softmax": 2,
+    "logsumexp": 1,
+    "softmax_vjp": 3,
+    "log_softmax_vjp": 3,
+    "logsumexp_vjp": 2,
+}
 
 
 class Decode(NamedTuple):
@@ -124,14 +133,48 @@ DECODE = (
     Decode(1, 32, 32, 65536),
 )
 
-#: Softmax over the last axis of (SOFTMAX_ELEMENTS / n, n), on the device.
+#: Softmax over the last axis of (SOFTMAX_ELEMENTS / n, n), on the device: x alone is 17 times the
+#: L2 of an H200 in 16 bits.
 SOFTMAX_ELEMENTS = 2**29
-SOFTMAX_LENGTHS = (*(2**i for i in (7, 10, 11, 12, 13, 14, 15, 16, 17, 18)), 2**20)
+SOFTMAX_LENGTHS = tuple(2**i for i in range(21))
+#: Shortest rows that a cluster is measured with: shorter ones leave most of its threads idle, and
+#: with as many rows a call takes seconds.
+CLUSTER_LENGTH = 4096
+#: Row lengths at which the rest of the family is measured.
+SOFTMAX_FAMILY_LENGTHS = tuple(2**i for i in (7, 10, 13, 16, 18))
+
+#: Least share of the device copy's rate by the longest row, from SHORTEST_WALL on: at the memory
+#: wall all but launches, tails and the reductions' latency is hidden.
+SHORTEST_WALL = 128
+_Shares = tuple[tuple[int, float], ...]
+_WALL: _Shares = ((2**16, 0.97), (2**18, 0.95), (2**20, 0.90))
+_WALL_DOUBLE: _Shares = ((2**17, 0.90), (2**20, 0.80))
+_WALL_VJP: _Shares = ((2**16, 0.95),)
+#: Least speed of softmax over the plain CuPy formula, and of everything over each of PyTorch's.
+OVER_FORMULA, OVER_TORCH = 8.0, 0.98
+
+
+def softmax_share(operation: str, dtype: str, n: int) -> float | None:
+    """Return the least share of the copy's rate for rows of a length; None if there is none."""
+    double = dtype == "float64"
+    tables = {
+        "softmax": _WALL_DOUBLE if double else _WALL,
+        "log_softmax": _WALL_DOUBLE if double else _WALL,
+        "softmax_vjp": () if double else _WALL_VJP,
+        "log_softmax_vjp": () if double else _WALL_VJP,
+    }
+    if n < SHORTEST_WALL:
+        return None
+    return next((share for longest, share in tables.get(operation, ()) if n <= longest), None)
+
 
 #: A method's time as a multiple of fused's, at this row length in float32: what the trips say, with
 #: a margin; part of online's third trip is served by the L2 cache.
 OVER_FUSED_LENGTH = 4096
 OVER_FUSED = {"naive": (1.7, 2.3), "online": (1.0, 1.5)}
+
+#: Row lengths at which online's second read leaves the L2 cache of an H200.
+ONLINE_FADES = (4096, 16384, 65536, 2**18)
 
 #: Microseconds of the host that a call on the device may take after the first.
 CALL_MICROSECONDS = {"attention": 40.0, "softmax": 60.0}

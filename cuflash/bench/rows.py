@@ -20,6 +20,18 @@ from .timing import Comparison
 
 Row = Mapping[str, Any]
 
+#: Columns that describe a measurement on a device.
+ENVIRONMENT = (
+    "machine",
+    "driver",
+    "cupy",
+    "nvrtc",
+    "peers",
+    "python",
+    "cuflash",
+    "revision",
+    "date",
+)
 _PEER_LIBRARIES = ("scipy", "torch", "jax")
 
 
@@ -142,20 +154,35 @@ class Record:
     environment : callable
         Describes the machine; called whenever the file is written, since libraries appear in it
         once they are loaded.
+    keep : sequence of str, optional
+        Columns that name a problem. The file's rows about problems that this run does not add stay
+        in it, so that one file can come of several runs. Without, the file is replaced.
     """
 
     def __init__(
-        self, subject: str, folder: Path | None, environment: Callable[[], Mapping[str, str]]
+        self,
+        subject: str,
+        folder: Path | None,
+        environment: Callable[[], Mapping[str, str]],
+        keep: Sequence[str] = (),
     ) -> None:
         self._subject, self._folder, self._environment = subject, folder, environment
         self._rows: list[Row] = []
+        self._keep, self._kept = keep, list[Row]()
+        if keep and folder is not None:
+            self._kept = read_rows(result_path(folder, subject, environment()["machine"]))
 
     def add(self, title: str, found: Sequence[Row], printed: Sequence[Row] | None = None) -> None:
         """Add rows, and print them, or those that are given to be printed."""
         print(f"{title}\n{table(found if printed is None else printed)}\n", flush=True)
         self._rows += found
         if self._folder is not None:
-            write_rows(self._folder, self._subject, self._rows, self._environment())
+            done = {self._problem(row) for row in self._rows}
+            kept = [row for row in self._kept if self._problem(row) not in done]
+            write_rows(self._folder, self._subject, self._rows, self._environment(), kept)
+
+    def _problem(self, row: Row) -> tuple[str, ...]:
+        return tuple(_text(row.get(column, "")) for column in self._keep)
 
     def close(self) -> None:
         """Print the environment."""
@@ -163,28 +190,56 @@ class Record:
         print("\n".join(described), flush=True)
 
 
+def result_path(folder: Path, subject: str, machine: str) -> Path:
+    """Return ``folder/<machine>/<subject>.csv``."""
+    slug = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+    return folder / slug / f"{subject}.csv"
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a file, all values as text; none if there is no file."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def write_rows(
-    folder: Path, subject: str, rows: Sequence[Row], environment: Mapping[str, str]
+    folder: Path,
+    subject: str,
+    rows: Sequence[Row],
+    environment: Mapping[str, str],
+    kept: Sequence[Row] = (),
 ) -> Path:
     """Write ``folder/<machine>/<subject>.csv``, every row with its environment.
 
-    Rows may have different columns; a column that a row lacks is left empty.
+    Rows may have different columns; a column that a row lacks is left empty. Before them go those
+    of `kept`, which have an environment already.
 
     Returns
     -------
     pathlib.Path
         The file, replaced as a whole.
     """
-    slug = re.sub(r"[^a-z0-9]+", "-", environment["machine"].lower()).strip("-")
-    path = folder / slug / f"{subject}.csv"
+    path = result_path(folder, subject, environment["machine"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = list(dict.fromkeys(column for row in [*rows, environment] for column in row))
+    complete = [*kept, *({**row, **environment} for row in rows)]
+    columns = list(dict.fromkeys(column for row in [*rows, *complete] for column in row))
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
-        for row in rows:
-            writer.writerow({name: _text(value) for name, value in {**row, **environment}.items()})
+        for row in complete:
+            writer.writerow({name: _text(value) for name, value in row.items()})
     return path
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """Lay rows of the same columns out as a table of Markdown; without rows, as nothing."""
+    cells = [{name: _text(value) for name, value in row.items()} for row in rows]
+    if not cells:
+        return ""
+    lines = [list(cells[0]), ["---"] * len(cells[0]), *(list(cell.values()) for cell in cells)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def table(rows: Iterable[Row]) -> str:

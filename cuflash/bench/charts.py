@@ -1,0 +1,93 @@
+"""Figures of result files. They need matplotlib, which is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import sqrt
+from typing import Any
+
+from .rows import Row
+
+#: Colour and dashes of a competitor's line; the shades of regimes have their method's colour.
+_LINES = {
+    "auto": ("black", "-"),
+    "fused": ("tab:blue", "-"),
+    "cluster": ("tab:green", "-"),
+    "online": ("tab:orange", "-"),
+    "naive": ("tab:red", "-"),
+    "torch": ("tab:purple", "--"),
+    "torch.compile": ("tab:pink", "--"),
+    "CuPy formula": ("tab:brown", "--"),
+    "cupyx.scipy.special": ("tab:gray", ":"),
+}
+_COPY = "device copy"
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def softmax_rates(rows: Iterable[Row]) -> Any:
+    """Draw rates over row length, a panel for each dtype.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        Of ``softmax.csv``, numbers as text or not. Those of `softmax` against the device copy are
+        drawn, the copy itself as a dotted line, and `regime`, what `auto` takes, as shades.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    from matplotlib.figure import Figure
+
+    drawn = [row for row in rows if (row["operation"], row["peer"]) == ("softmax", _COPY)]
+    dtypes = [dtype for dtype in _DTYPES if any(row["dtype"] == dtype for row in drawn)]
+    columns = min(len(dtypes), 2)
+    height = -(-len(dtypes) // max(columns, 1))
+    figure = Figure(figsize=(6.5 * columns, 4.2 * height), dpi=150, layout="constrained")
+    for place, dtype in enumerate(dtypes, start=1):
+        axes = figure.add_subplot(height, columns, place)
+        _draw_panel(axes, [row for row in drawn if row["dtype"] == dtype])
+        axes.set_title(f"softmax, {dtype}")
+        if place == 1:
+            axes.legend(fontsize="small", ncols=2)
+    if drawn:
+        figure.suptitle(drawn[0]["machine"])
+    return figure
+
+
+def _draw_panel(axes: Any, rows: Sequence[Row]) -> None:
+    names = [_COPY, *(name for name in _LINES if any(row["method"] == name for row in rows))]
+    for name in names:
+        points = sorted((int(r["N"]), float(r["rate"])) for r in rows if r["method"] == name)
+        color, dashes = _LINES.get(name, ("black", ":"))
+        width = 2.2 if name == "auto" else 1.2
+        axes.plot(*zip(*points, strict=True), dashes, color=color, lw=width, ms=3, label=name)
+    taken = sorted({(int(row["N"]), row["regime"]) for row in rows})
+    for method, first, last in regimes(taken):
+        color, _ = _LINES.get(method, ("white", "-"))
+        axes.axvspan(first, last, color=color, alpha=0.08, lw=0)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("row length N; shaded by the method that auto takes")
+    axes.set_ylabel("TB/s, one read and one write an element")
+
+
+def regimes(taken: Sequence[tuple[int, str]]) -> list[tuple[str, float, float]]:
+    """Return stretches of one method: (method, from, to) in row lengths.
+
+    Parameters
+    ----------
+    taken : sequence of (int, str)
+        Row lengths in rising order and the method taken at each. A border between two of them is
+        drawn at their geometric mean.
+    """
+    if not taken:
+        return []
+    borders = [
+        sqrt(n * after) for (n, method), (after, other) in pairwise(taken) if method != other
+    ]
+    methods = [taken[0][1]]
+    methods += [other for (_, method), (_, other) in pairwise(taken) if method != other]
+    edges = [float(taken[0][0]), *borders, float(taken[-1][0])]
+    return [(m, a, b) for m, (a, b) in zip(methods, pairwise(edges), strict=True)]
