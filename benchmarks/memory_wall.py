@@ -1,0 +1,208 @@
+"""The tables of docs/memory-wall.md from result files; `benchmarks.softmax_regimes` writes them.
+
+A table stands between ``<!-- table: name -->`` and ``<!-- /table -->``; the prose around it stays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cuflash.bench import problems, rows
+
+_TABLE = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+COPY = "device copy"
+METHODS = ("naive", "fused", "online", "cluster", "auto")
+TORCH = ("torch", "torch.compile")
+PEERS = (*TORCH, "CuPy formula")
+#: Row lengths of the tables by method and by dtype.
+WALK = (128, 1024, 2048, 4096, 8192, 16384, 2**15, 2**16, 2**17, 2**18, 2**19, 2**20)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def write(
+    path: Path,
+    timed: Sequence[rows.Row],
+    counted: Sequence[rows.Row],
+    claims: Sequence[rows.Row],
+) -> None:
+    """Write the tables of a document anew."""
+    path.write_text(fill(path.read_text(), tables(timed, counted, claims)))
+
+
+def fill(document: str, made: Mapping[str, str]) -> str:
+    """Return a document with its tables in place of those that it has.
+
+    Raises
+    ------
+    KeyError
+        The document names a table that is not made.
+    """
+    return _TABLE.sub(lambda found: f"{found[1]}{made[found['name']]}{found[3]}", document)
+
+
+def tables(
+    timed: Sequence[rows.Row], counted: Sequence[rows.Row], claims: Sequence[rows.Row]
+) -> dict[str, str]:
+    """Return the tables by name, from softmax.csv, memory_traffic.csv and softmax_regimes.csv."""
+    return {
+        name: rows.markdown(found)
+        for name, found in {
+            "run": run(timed),
+            "walk": walk([row for row in timed if row["dtype"] == "float32"]),
+            "dtypes": dtypes(timed),
+            "family": family(timed),
+            "traffic": traffic(counted),
+            "occupancy": occupancy(claims),
+            "claims": told(claims),
+            "regimes": regimes(claims),
+        }.items()
+    }
+
+
+def run(timed: Sequence[rows.Row]) -> list[rows.Row]:
+    """Return where the figures are from."""
+    first = timed[0]
+    return [{name: first[name] for name in ("machine", "driver", "cupy", "nvrtc", "peers", "date")}]
+
+
+def _shares(timed: Sequence[rows.Row], operation: str) -> dict[tuple[str, int, str], str]:
+    """Return the share of the copy's rate by (dtype, row length, competitor)."""
+    return {
+        (row["dtype"], int(row["N"]), row["method"]): f"{float(row['speedup']):.2f}"
+        for row in timed
+        if (row["operation"], row["peer"]) == (operation, COPY)
+    }
+
+
+def walk(timed: Sequence[rows.Row]) -> list[rows.Row]:
+    """Return the share of the copy's rate by row length: the methods in turn, and the peers."""
+    shares = _shares(timed, "softmax")
+    taken = {int(row["N"]): row["regime"] for row in timed if row["operation"] == "softmax"}
+    return [
+        {
+            "N": n,
+            **{name: shares.get(("float32", n, name), "") for name in (*METHODS, *PEERS)},
+            "auto takes": taken[n],
+        }
+        for n in WALK
+        if n in taken
+    ]
+
+
+def dtypes(timed: Sequence[rows.Row]) -> list[rows.Row]:
+    """Return the share of `auto` by row length and dtype, beside the better of PyTorch's."""
+    shares = _shares(timed, "softmax")
+    measured = sorted({n for _, n, _ in shares})
+    columns = [d for d in DTYPES if any(dtype == d for dtype, _, _ in shares)]
+
+    return [
+        {
+            "N": n,
+            **{
+                name: text
+                for dtype in columns
+                for name, text in (
+                    (dtype, shares.get((dtype, n, "auto"), "")),
+                    (f"torch, {dtype}", max(shares.get((dtype, n, peer), "") for peer in TORCH)),
+                )
+            },
+        }
+        for n in measured
+    ]
+
+
+def family(timed: Sequence[rows.Row]) -> list[rows.Row]:
+    """Return the share of `auto` for the rest of the family, beside the better of PyTorch's."""
+    found: list[rows.Row] = []
+    for operation in list(problems.SOFTMAX_OPERATIONS)[1:]:
+        shares = _shares(timed, operation)
+        for dtype in DTYPES:
+            for n in sorted({n for d, n, _ in shares if d == dtype}):
+                found.append(
+                    {
+                        "operation": operation,
+                        "dtype": dtype,
+                        "N": n,
+                        "auto": shares[dtype, n, "auto"],
+                        "torch": max(shares.get((dtype, n, peer), "") for peer in TORCH),
+                        "CuPy formula": shares.get((dtype, n, "CuPy formula"), ""),
+                    }
+                )
+    return found
+
+
+def traffic(counted: Sequence[rows.Row]) -> list[rows.Row]:
+    """Return DRAM bytes an element, counted, beside the trips that theory says."""
+    compared = {row["N"] for row in counted if row["method"] == "naive"}
+    return [
+        {
+            "N": row["N"],
+            "method": row["method"],
+            "trips": problems.SOFTMAX_TRIPS[row["method"]],
+            "bytes by trips": row["theory"],
+            "bytes counted": f"{float(row['DRAM bytes an element']):.1f}",
+            "rows in flight, MB": f"{float(row['wave MB']):.0f}",
+            "later reads that L2 absorbs": _percent(row["absorbed"]),
+        }
+        for row in counted
+        if row["N"] in compared
+    ]
+
+
+def occupancy(claims: Sequence[rows.Row]) -> list[rows.Row]:
+    """Return occupancy by row length: of the source's kernel on two GPUs, and of our `fused`."""
+    found: dict[int, dict[str, str]] = {}
+    for row in claims:
+        if row["quantity"] == "occupancy":
+            *_, gpu = row["claim"].partition(" without opt-in, ")
+            name = f"source's kernel, {gpu}" if gpu else "fused, predicted"
+            by_name = found.setdefault(int(row["N"]), {})
+            by_name[name] = _percent(row["here"] if gpu else row["predicted"])
+            if not gpu:
+                by_name["fused, counted"] = _percent(row["here"])
+    columns = dict.fromkeys(name for by_name in found.values() for name in by_name)
+    return [
+        {"N": n, "KB a row": n * 4 // 1024, **{name: found[n].get(name, "") for name in columns}}
+        for n in sorted(found)
+    ]
+
+
+def told(claims: Sequence[rows.Row]) -> list[rows.Row]:
+    """Return the statements for which the source gives a figure."""
+    return [
+        {
+            "statement": row["claim"],
+            "N": row["N"],
+            "what": row["quantity"],
+            **{name: _short(row[name]) for name in ("source", "theory", "here")},
+            "holds": {"True": "yes", "False": "no"}.get(str(row["holds"]), ""),
+        }
+        for row in claims
+        if row["source"] != ""
+    ]
+
+
+def regimes(claims: Sequence[rows.Row]) -> list[rows.Row]:
+    """Return where each method begins."""
+    return [
+        {
+            "method": row["method"],
+            "taken from N": row["predicted"],
+            "as fast as the one before from N (measured lengths)": row["here"],
+        }
+        for row in claims
+        if row["claim"].startswith(f"{row['method']} follows")
+    ]
+
+
+def _percent(share: object) -> str:
+    return "" if share == "" else f"{float(str(share)):.0%}"
+
+
+def _short(value: object) -> str:
+    return (
+        "" if value == "" else f"{float(str(value)):.3g}" if float(str(value)) < 100 else f"{value}"
+    )
