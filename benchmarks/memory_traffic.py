@@ -37,9 +37,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 DTYPE, ITEMSIZE = "float32", 4
 ELEMENTS = 2**28
-LENGTHS = (1024, 4096, 16384, 65536, 2**19)
-#: Row lengths around those where shared memory holds two rows, one row, none: `fused` alone.
-FUSED_LENGTHS = (2048, 8192, 20480, 24576, 28672, 32768, 49152)
+#: The rows of the last are few enough to be split over the GPU.
+LENGTHS = (1024, 4096, 65536, 2**19, 2**23)
+#: Row lengths around those where a multiprocessor holds many rows, two, one: `fused` alone.
+FUSED_LENGTHS = (2048, 8192, 16384, 20480, 32768, 49152)
 METHODS = ("naive", "fused", "online", "cluster")
 DRAM_READ, DRAM_WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 L2_READ = "lts__t_sectors_op_read.sum"
@@ -58,12 +59,14 @@ class Launched(NamedTuple):
     residency: Residency
 
 
-def planned(lengths: Iterable[int], fused_lengths: Iterable[int]) -> Iterator[Launched]:
+def planned(
+    elements: int, lengths: Iterable[int], fused_lengths: Iterable[int]
+) -> Iterator[Launched]:
     """Yield what is to be launched: each method at each row length that it can hold."""
     pairs = [(method, n) for n in lengths for method in METHODS]
     for method, n in [*pairs, *(("fused", n) for n in fused_lengths)]:
         with suppress(ValueError):  # a row does not fit on chip
-            yield Launched(method, n, device.softmax_residency(DTYPE, n, method))
+            yield Launched(method, n, device.softmax_residency(DTYPE, elements // n, n, method))
 
 
 def launch(elements: int, pairs: Iterable[tuple[str, int]]) -> None:
@@ -173,6 +176,7 @@ def describe_one(launched: Launched, counts: Sequence[Counts], elements: int) ->
         "dtype": DTYPE,
         "rows": length // n,
         "N": n,
+        "regime": residency.regime,
         "DRAM read": read,
         "DRAM written": written,
         "DRAM bytes an element": read + written,
@@ -218,7 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     record = rows.Record("memory_traffic", chosen.results, rows.device_environment)
     try:
-        found = count(chosen.elements, list(planned(chosen.lengths, chosen.fused_lengths)))
+        found = count(
+            chosen.elements, list(planned(chosen.elements, chosen.lengths, chosen.fused_lengths))
+        )
     except RuntimeError as error:
         parser.exit(1, f"nothing was counted: {error}\n")
     record.add("Softmax, bytes an element", found)

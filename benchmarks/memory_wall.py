@@ -18,8 +18,22 @@ METHODS = ("naive", "fused", "online", "cluster", "auto")
 TORCH = ("torch", "torch.compile")
 PEERS = (*TORCH, "CuPy formula")
 #: Row lengths of the tables by method and by dtype.
-WALK = (128, 1024, 2048, 4096, 8192, 16384, 2**15, 2**16, 2**17, 2**18, 2**19, 2**20)
+WALK = (128, *(2**power for power in range(10, 21)), *problems.SOFTMAX_SPLIT_LENGTHS)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+FIGURE = "figure"
+TABLES = (
+    "run",
+    "walk",
+    "dtypes",
+    "family",
+    "across",
+    "traffic",
+    "occupancy",
+    "claims",
+    "regimes",
+)
+#: What stands for a table until there is a run.
+PENDING = "*To be filled in by a run on the GPU.*\n"
 
 
 def write(
@@ -46,26 +60,38 @@ def fill(document: str, made: Mapping[str, str]) -> str:
 def tables(
     timed: Sequence[rows.Row], counted: Sequence[rows.Row], claims: Sequence[rows.Row]
 ) -> dict[str, str]:
-    """Return the tables by name, from softmax.csv, memory_traffic.csv and softmax_regimes.csv."""
-    return {
-        name: rows.markdown(found)
-        for name, found in {
-            "run": run(timed),
-            "walk": walk([row for row in timed if row["dtype"] == "float32"]),
-            "dtypes": dtypes(timed),
-            "family": family(timed),
-            "traffic": traffic(counted),
-            "occupancy": occupancy(claims),
-            "claims": told(claims),
-            "regimes": regimes(claims),
-        }.items()
-    }
+    """Return the tables by name, from softmax.csv, memory_traffic.csv and softmax_regimes.csv.
+
+    A run that ends with the last of them made all three; without it, no table is filled in.
+    """
+    if not claims:
+        return dict.fromkeys((FIGURE, *TABLES), PENDING)
+    last = [row for row in timed if row["axis"] == "-1"]
+    found = (
+        run(timed),
+        walk([row for row in last if row["dtype"] == "float32"]),
+        dtypes(last),
+        family(last),
+        across([row for row in timed if row["axis"] == "0"]),
+        traffic(counted),
+        occupancy(claims),
+        told(claims),
+        regimes(claims),
+    )
+    made = {name: rows.markdown(table) for name, table in zip(TABLES, found, strict=True)}
+    return {FIGURE: figure(timed), **made}
 
 
 def run(timed: Sequence[rows.Row]) -> list[rows.Row]:
     """Return where the figures are from."""
     first = timed[0]
     return [{name: first[name] for name in ("machine", "driver", "cupy", "nvrtc", "peers", "date")}]
+
+
+def figure(timed: Sequence[rows.Row]) -> str:
+    """Return the image that `benchmarks.softmax` draws, as seen from a document beside the code."""
+    path = rows.result_path(Path("../benchmarks/results"), "softmax", timed[0]["machine"])
+    return f"![Softmax: rates over row length]({path.with_suffix('.png').as_posix()})\n"
 
 
 def _shares(timed: Sequence[rows.Row], operation: str) -> dict[tuple[str, int, str], str]:
@@ -95,7 +121,7 @@ def walk(timed: Sequence[rows.Row]) -> list[rows.Row]:
 def dtypes(timed: Sequence[rows.Row]) -> list[rows.Row]:
     """Return the share of `auto` by row length and dtype, beside the better of PyTorch's."""
     shares = _shares(timed, "softmax")
-    measured = sorted({n for _, n, _ in shares})
+    measured = sorted({n for _, n, _ in shares if n in WALK})
     columns = [d for d in DTYPES if any(dtype == d for dtype, _, _ in shares)]
 
     return [
@@ -134,13 +160,31 @@ def family(timed: Sequence[rows.Row]) -> list[rows.Row]:
     return found
 
 
+def across(timed: Sequence[rows.Row]) -> list[rows.Row]:
+    """Return the share of `auto` over the first axis, of softmax and its gradient."""
+    shares = {operation: _shares(timed, operation) for operation in ("softmax", "softmax_vjp")}
+    measured = {(dtype, n) for found in shares.values() for dtype, n, _ in found}
+    return [
+        {
+            "dtype": dtype,
+            "N": n,
+            **{
+                name if peer == "auto" else f"{name}, {peer}": found.get((dtype, n, peer), "")
+                for name, found in shares.items()
+                for peer in ("auto", "torch")
+            },
+        }
+        for dtype, n in sorted(measured, key=lambda each: (DTYPES.index(each[0]), each[1]))
+    ]
+
+
 def traffic(counted: Sequence[rows.Row]) -> list[rows.Row]:
     """Return DRAM bytes an element, counted, beside the trips that theory says."""
     compared = {row["N"] for row in counted if row["method"] == "naive"}
     return [
         {
             "N": row["N"],
-            "method": row["method"],
+            "method": row["regime"],
             "trips": problems.SOFTMAX_TRIPS[row["method"]],
             "bytes by trips": row["theory"],
             "bytes counted": f"{float(row['DRAM bytes an element']):.1f}",

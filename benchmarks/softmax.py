@@ -1,13 +1,15 @@
-"""The softmax family over the last axis on a GPU: every method, the peers, and the device copy.
+"""The softmax family on a GPU: every method, the peers, and the device copy.
 
 ``python -m benchmarks.softmax`` measures all row lengths and dtypes in about a quarter of an hour,
 a third of it spent on torch.compile. It writes ``benchmarks/results/<gpu>/softmax.csv`` after each,
-and at the end ``softmax.png`` beside it: rates over N. ``--quick`` takes under a minute. A run can
-be done in parts, each with ``--append``; ``--plot`` draws what was measured before.
+and at the end ``softmax.png`` beside it: rates over N. ``--axis 0`` measures rows side by side
+instead of contiguous ones, ``--quick`` takes under a minute. A run can be done in parts, each with
+``--append``; ``--plot`` draws what was measured before.
 
 A row holds one method's rate, counted as one read or write of every operand whatever the method
 really moves, against one peer. With the device copy as the peer, *speedup* is the share of the
-copy's rate. *regime* is the method that `auto` takes.
+copy's rate. *regime* is what `auto` takes: a method, `columns` for rows side by side, or `split`
+where few long rows are spread over the GPU.
 """
 
 from __future__ import annotations
@@ -30,17 +32,18 @@ RESULTS = Path(__file__).parent / "results"
 COPY = "device copy"
 METHODS = ("auto", "fused", "cluster", "online", "naive")
 #: Columns that name a problem.
-KEY = ("operation", "dtype", "N")
+KEY = ("operation", "dtype", "N", "axis")
 #: Inputs used in rotation.
 SETS = 2
 
 
 class Problem(NamedTuple):
-    """An operation on rows of `n` elements."""
+    """An operation on rows of `n` elements, which lie in the last axis of a matrix or the first."""
 
     operation: str
     dtype: str
     n: int
+    axis: int = -1
 
 
 @dataclass(frozen=True)
@@ -48,30 +51,42 @@ class Effort:
     """How much is measured: `lengths` of rows by operation, all dtypes of each."""
 
     lengths: Mapping[str, Sequence[int]]
+    axis: int = -1
     dtypes: Sequence[str] = ("float32", "bfloat16", "float16", "float64")
     elements: int = problems.SOFTMAX_ELEMENTS
-    peers: Callable[[str], Sequence[peers.Peer]] = softmax_peers
+    methods: Sequence[str] = METHODS
+    peers: Callable[[str, int], Sequence[peers.Peer]] = softmax_peers
     rounds: int = 7
     window: float = 0.06
 
     def grid(self) -> list[Problem]:
         """Return the problems in order."""
         return [
-            Problem(operation, dtype, n)
+            Problem(operation, dtype, n, self.axis)
             for dtype in self.dtypes
             for operation, lengths in self.lengths.items()
             for n in lengths
         ]
 
 
-def ready(operation: str) -> Sequence[peers.Peer]:
+def ready(operation: str, axis: int) -> Sequence[peers.Peer]:
     """Return the peers that need no compilation of seconds."""
-    return softmax_peers(operation, compiled=False)
+    return softmax_peers(operation, axis, compiled=False)
+
+
+def named(names: Sequence[str], operation: str, axis: int) -> Sequence[peers.Peer]:
+    """Return the peers of these names."""
+    return [peer for peer in softmax_peers(operation, axis) if peer.name in names]
 
 
 FULL = Effort(
     {operation: problems.SOFTMAX_FAMILY_LENGTHS for operation in problems.SOFTMAX_OPERATIONS}
-    | {"softmax": problems.SOFTMAX_LENGTHS}
+    | {"softmax": problems.SOFTMAX_LENGTHS + problems.SOFTMAX_SPLIT_LENGTHS}
+)
+ACROSS = Effort(
+    dict.fromkeys(("softmax", "softmax_vjp"), problems.SOFTMAX_ACROSS_LENGTHS),
+    axis=0,
+    methods=("auto",),
 )
 QUICK = Effort(
     {
@@ -86,16 +101,21 @@ QUICK = Effort(
 
 def measure(effort: Effort, problem: Problem) -> list[rows.Row]:
     """Measure one row length of one dtype."""
-    operation, dtype, n = problem
-    shape = (effort.elements // n, n)
-    inputs = [arguments(operation, shape, dtype, seed) for seed in range(SETS)]
+    operation, dtype, n, axis = problem
+    count = effort.elements // n
+    inputs = [
+        arguments(operation, (n, count) if axis == 0 else (count, n), dtype, seed, axis)
+        for seed in range(SETS)
+    ]
     methods = [
         method
-        for method in (METHODS if operation == "softmax" else METHODS[:1])
+        for method in (effort.methods if operation == "softmax" else METHODS[:1])
         if method != "cluster" or n >= problems.CLUSTER_LENGTH
     ]
-    ours = {method: calls for method in methods if (calls := calls_by(method, operation, inputs))}
-    theirs = peers.willing(effort.peers(operation), inputs)
+    ours = {
+        method: calls for method in methods if (calls := calls_by(method, operation, inputs, axis))
+    }
+    theirs = peers.willing(effort.peers(operation, axis), inputs)
     copied = [device.copy(max(operands, key=lambda x: x.nbytes)) for operands in inputs]
     competitors = {COPY: copied, **ours, **theirs}
     result = timing.compare(
@@ -104,15 +124,13 @@ def measure(effort: Effort, problem: Problem) -> list[rows.Row]:
 
     def terabytes(name: str) -> float:
         kind = "softmax" if name == COPY else operation
-        return (
-            problems.softmax_bytes(math.prod(shape), problems.dtype_of(dtype).itemsize, kind) / 1e12
-        )
+        return problems.softmax_bytes(count * n, problems.dtype_of(dtype).itemsize, kind) / 1e12
 
     pairs = [(name, COPY) for name in competitors]
-    pairs += [("auto", peer) for peer in theirs]
+    pairs += [("auto", peer) for peer in theirs if "auto" in ours]
     if "fused" in ours:
         pairs += [(method, "fused") for method in ("cluster", "online", "naive") if method in ours]
-    regime = device.softmax_regime(dtype, shape) if operation == "softmax" else ""
+    regime = device.softmax_regime(dtype, count, n, axis) if operation == "softmax" else ""
     found = []
     for name, peer in pairs:
         timed = rows.timing(result, name, peer, terabytes(name), "TB/s", peer_work=terabytes(peer))
@@ -122,8 +140,9 @@ def measure(effort: Effort, problem: Problem) -> list[rows.Row]:
                 "operation": operation,
                 "method": name,
                 "dtype": dtype,
-                "rows": shape[0],
+                "rows": count,
                 "N": n,
+                "axis": axis,
                 "regime": regime,
                 **timed,
                 "target": least,
@@ -133,22 +152,26 @@ def measure(effort: Effort, problem: Problem) -> list[rows.Row]:
     return found
 
 
-def arguments(operation: str, shape: tuple[int, int], dtype: str, seed: int) -> tuple[Any, ...]:
+def arguments(
+    operation: str, shape: tuple[int, int], dtype: str, seed: int, axis: int = -1
+) -> tuple[Any, ...]:
     """Return operands of normal random numbers; of a gradient, the result that it is taken at."""
     x = device.normal(shape, dtype, seed)
     if not operation.endswith("_vjp"):
         return (x,)
-    y = getattr(cuflash, operation.removesuffix("_vjp"))(x)
+    y = getattr(cuflash, operation.removesuffix("_vjp"))(x, axis)
     cotangent = device.normal(y.shape, dtype, seed + SETS)
     return (cotangent, x, y) if operation == "logsumexp_vjp" else (cotangent, y)
 
 
 def calls_by(
-    method: str, operation: str, inputs: Sequence[tuple[Any, ...]]
+    method: str, operation: str, inputs: Sequence[tuple[Any, ...]], axis: int = -1
 ) -> list[Callable[[], Any]]:
     """Return this library's calls; none if the method cannot run rows of this length."""
     options = {"method": method} if operation == "softmax" else {}
-    calls = [partial(getattr(cuflash, operation), *operands, **options) for operands in inputs]
+    calls = [
+        partial(getattr(cuflash, operation), *operands, axis, **options) for operands in inputs
+    ]
     try:
         calls[0]()
     except ValueError:
@@ -158,8 +181,8 @@ def calls_by(
 
 def target(problem: Problem, name: str, peer: str, speedup: float) -> tuple[Any, Any]:
     """Return the target of a pair and whether it is met; two empty strings if it has none."""
-    operation, dtype, n = problem
-    share = problems.softmax_share(operation, dtype, n)
+    operation, dtype, n, axis = problem
+    share = problems.softmax_share(operation, dtype, n, axis)
     held = (peer, dtype, n) == ("fused", "float32", problems.OVER_FUSED_LENGTH)
     if held and name in problems.OVER_FUSED:
         low, high = problems.OVER_FUSED[name]
@@ -168,7 +191,9 @@ def target(problem: Problem, name: str, peer: str, speedup: float) -> tuple[Any,
     if name == "auto":
         least = {
             COPY: share,
-            "CuPy formula": problems.OVER_FORMULA if operation == "softmax" and share else None,
+            "CuPy formula": problems.OVER_FORMULA
+            if operation == "softmax" and share and axis
+            else None,
             "torch": problems.OVER_TORCH,
             "torch.compile": problems.OVER_TORCH,
         }.get(peer)
@@ -181,12 +206,13 @@ def report(
     """Measure problem by problem while the time lasts, print, and write what there is."""
     record = rows.Record("softmax", folder, rows.device_environment, KEY if append else ())
     grid = effort.grid()
-    device.warm_softmax(grid, METHODS)
+    device.warm_softmax(grid, effort.methods, effort.elements)
     done = 0
     for problem in timing.within(seconds, grid):
         found = measure(effort, problem)
         printed = [row for row in found if row["peer"] in (COPY, "fused")]
-        record.add(f"{problem.operation}, {problem.dtype}, N = {problem.n}", found, printed)
+        title = f"{problem.operation}, {problem.dtype}, N = {problem.n}, axis {problem.axis}"
+        record.add(title, found, printed)
         peers.forget()
         done += 1
     record.close()
@@ -222,7 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--elements", type=int, help="of x (default 2^29, which needs 40 GB in float64)"
     )
     parser.add_argument("--window", type=float, help="seconds of each in a round (default 0.06)")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--rounds", type=int, help="in which each is measured (default 7)")
+    parser.add_argument("--axis", type=int, choices=(-1, 0), default=-1, help="to reduce")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME")
+    parser.add_argument("--peers", nargs="*", metavar="NAME", help="by their names in the results")
     parser.add_argument(
         "--append", action="store_true", help="keep the file's rows of what is not measured now"
     )
@@ -238,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for path in sorted((folder or RESULTS).glob("*/softmax.csv")):
             plot(path)
         return
-    base = QUICK if chosen.quick else FULL
+    base = ACROSS if chosen.axis == 0 else QUICK if chosen.quick else FULL
     effort = replace(
         base,
         lengths={
@@ -248,7 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dtypes=chosen.dtypes or base.dtypes,
         elements=chosen.elements or base.elements,
         window=chosen.window or base.window,
-        peers=ready if chosen.no_compile else base.peers,
+        rounds=chosen.rounds or base.rounds,
+        methods=chosen.methods or base.methods,
+        peers=base.peers if chosen.peers is None else partial(named, chosen.peers),
     )
     report(effort, folder, chosen.seconds, append=chosen.append)
 

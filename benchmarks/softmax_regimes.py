@@ -164,7 +164,7 @@ def source_occupancy(name: str, limits: DeviceLimits, origin: rows.Row) -> Itera
 
 def fused_occupancy(limits: DeviceLimits, counted: Sequence[rows.Row]) -> Iterator[rows.Row]:
     """Yield rows: occupancy of the shipped kernel, counted by ncu, and where it falls by half."""
-    statement = "occupancy of fused halves where shared memory holds half as many rows"
+    statement = "occupancy of fused halves where a multiprocessor holds half as many rows"
     found = {int(row["N"]): row for row in counted if row["method"] == "fused"}
     for n in sorted(found):
         here, predicted = float(found[n]["occupancy"]), float(found[n]["resident"])
@@ -235,6 +235,19 @@ def regimes(limits: DeviceLimits, timed: Sequence[rows.Row]) -> Iterator[rows.Ro
             here=here or "none",
             holds="",
         )
+    for row in timed:
+        if (row["regime"], row["method"], row["peer"]) == ("split", "auto", "device copy"):
+            yield claim(
+                "few long rows fill the GPU too",
+                "online",
+                int(row["N"]),
+                f"share of the copy's rate, {row['rows']} rows",
+                row,
+                theory=2 / problems.SOFTMAX_TRIPS["online"],
+                here=float(row["speedup"]),
+                lower=float(row["lower"]),
+                upper=float(row["upper"]),
+            )
     for n, by_method in sorted(rates.items()):
         if "auto" in by_method:
             others = {m: rate for m, rate in by_method.items() if m in problems.SOFTMAX_TRIPS}
@@ -279,7 +292,8 @@ def table(
     """Return all rows from those of softmax.csv and memory_traffic.csv; the latter may be none."""
     from cuflash.device.occupancy import KNOWN_GPUS
 
-    timed = [row for row in timed if (row["operation"], row["dtype"]) == ("softmax", DTYPE)]
+    kind = ("softmax", DTYPE, "-1")
+    timed = [row for row in timed if (row["operation"], row["dtype"], row["axis"]) == kind]
     return [
         *fused_over_naive(timed),
         *source_occupancy(SOURCE_GPU, KNOWN_GPUS["t4"], timed[0]),

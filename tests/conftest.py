@@ -38,8 +38,8 @@ def numpy_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "copy", lambda x: x.copy)
     monkeypatch.setattr(device, "matmul", lambda dtype: np.ones(16).sum)
     monkeypatch.setattr(device, "clock", timing.HostClock)
-    monkeypatch.setattr(device, "softmax_regime", lambda dtype, shape: "fused")
-    monkeypatch.setattr(device, "warm_softmax", lambda problems, methods: None)
+    monkeypatch.setattr(device, "softmax_regime", lambda dtype, rows, n, axis: "fused")
+    monkeypatch.setattr(device, "warm_softmax", lambda problems, methods, elements: None)
     monkeypatch.setattr(peers, "forget", lambda: None)
     monkeypatch.setattr(rows, "device_environment", lambda: {"machine": "No GPU"})
 

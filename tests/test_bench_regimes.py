@@ -49,7 +49,7 @@ def ncu_log(*launches: tuple[str, int, int, int, float]) -> str:
 
 def residency(method: str, trips: int, wave_bytes: int = 10**6) -> Residency:
     kernels = NAIVE if method == "naive" else (method,)
-    return Residency(method, kernels, 128, 10, 0.625, wave_bytes, trips)
+    return Residency(method, kernels, 1, 128, 10, 0.625, wave_bytes, trips, False)
 
 
 LAUNCHED = (
@@ -118,7 +118,7 @@ done
     with pytest.raises(RuntimeError, match="no permission"):
         benchmarks.memory_traffic.count(1000, LAUNCHED)
     ncu.unlink()
-    monkeypatch.setattr(benchmarks.memory_traffic, "planned", lambda *lengths: LAUNCHED)
+    monkeypatch.setattr(benchmarks.memory_traffic, "planned", lambda *problem: LAUNCHED)
     with pytest.raises(SystemExit):
         benchmarks.memory_traffic.main(["--results", str(tmp_path / "results")])
     assert "nothing was counted: ncu (NVIDIA Nsight Compute) is not" in capsys.readouterr().err
@@ -139,13 +139,14 @@ def test_what_runs_under_ncu_launches_each_method(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_cannot_run_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def predicted(dtype: str, n: int, method: str) -> Residency:
+    def predicted(dtype: str, count: int, n: int, method: str) -> Residency:
+        assert count == 2**20 // n
         if method == "cluster" or (method == "fused" and n > 100):
             raise ValueError
         return residency(method, 2)
 
     monkeypatch.setattr(device, "softmax_residency", predicted)
-    planned = benchmarks.memory_traffic.planned([10, 1000], [50, 200])
+    planned = benchmarks.memory_traffic.planned(2**20, [10, 1000], [50, 200])
     assert [each[:2] for each in planned] == [
         ("naive", 10), ("fused", 10), ("online", 10),
         ("naive", 1000), ("online", 1000), ("fused", 50),
@@ -155,12 +156,12 @@ def test_what_cannot_run_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---------------------------------------------------------------------------------------- regimes
 
 SHARES = {
-    "device copy": {1024: 1.0, 4096: 1.0, 32768: 1.0, 2**20: 1.0},
+    "device copy": {1024: 1.0, 4096: 1.0, 32768: 1.0, 2**20: 1.0, 2**24: 1.0},
     "naive": {1024: 0.47, 4096: 0.47, 32768: 0.47, 2**20: 0.47},
     "fused": {1024: 0.94, 4096: 0.90, 32768: 0.60},
-    "online": {1024: 0.76, 4096: 0.72, 32768: 0.62, 2**20: 0.60},
+    "online": {1024: 0.76, 4096: 0.72, 32768: 0.62, 2**20: 0.60, 2**24: 0.60},
     "cluster": {1024: 0.30, 4096: 0.60, 32768: 0.85},
-    "auto": {1024: 0.94, 4096: 0.90, 32768: 0.85, 2**20: 0.55},
+    "auto": {1024: 0.94, 4096: 0.90, 32768: 0.85, 2**20: 0.55, 2**24: 0.60},
 }
 
 
@@ -170,7 +171,9 @@ def timed_row(method: str, n: int, share: float, peer: str = "device copy") -> r
         "method": method,
         "dtype": "float32",
         "N": n,
-        "regime": "cluster" if n == 32768 else "fused",
+        "axis": "-1",
+        "rows": 2**29 // n,
+        "regime": {32768: "cluster", 2**24: "split"}.get(n, "fused"),
         "rate": 4.2 * share,
         "peer": peer,
         "speedup": share,
@@ -190,7 +193,11 @@ def timed() -> list[rows.Row]:
         for method, by_length in SHARES.items()
         for n, share in by_length.items()
     ]
-    return [*over_copy, timed_row("naive", 1024, 0.5, peer="fused")]
+    side_by_side = [
+        {**timed_row(method, 512, share), "axis": "0", "regime": "columns"}
+        for method, share in (("auto", 0.83), ("torch", 0.4))
+    ]
+    return [*over_copy, *side_by_side, timed_row("naive", 1024, 0.5, peer="fused")]
 
 
 def counted() -> list[rows.Row]:
@@ -263,8 +270,8 @@ def test_absorption_is_predicted_by_the_wave() -> None:
 def test_occupancy_falls_where_two_rows_no_longer_fit() -> None:
     limits = KNOWN_GPUS["h200"]
     cliff = benchmarks.softmax_regimes.cliff(limits)
-    assert cliff is not None
-    assert limits.shared_per_sm / 3 < 4 * cliff <= limits.shared_per_block
+    # Two blocks of 512 threads hold 8 chunks of 16 bytes a thread each; with 16 there is one.
+    assert cliff == 512 * 8 * 4 + benchmarks.softmax_regimes.STEP
     *by_length, fall = of(claims(counted()), "occupancy of fused halves")
     assert [(row["N"], row["here"], row["holds"]) for row in by_length] == [
         (10, 0.605, True),
@@ -283,12 +290,19 @@ def test_a_method_begins_where_it_is_never_slower_again() -> None:
         "cluster": 32768,
         "online": 2**20,
     }
+    (split,) = of(found, "few long rows")
+    assert (split["N"], split["here"], split["quantity"]) == (
+        2**24,
+        0.6,
+        "share of the copy's rate, 32 rows",
+    )
     fastest = of(found, "auto takes the fastest")
     assert [(row["method"], row["N"], row["holds"]) for row in fastest] == [
         ("fused", 1024, True),
         ("fused", 4096, True),
         ("cluster", 32768, True),
         ("online", 2**20, False),
+        ("online", 2**24, True),
     ]
 
 
@@ -311,10 +325,25 @@ def test_tables_of_the_document() -> None:
     walk = made["walk"].splitlines()
     assert walk[0].startswith("| N | naive | fused | online | cluster | auto | torch |")
     assert walk[2].startswith("| 1024 | 0.47 | 0.94 | 0.76 | 0.30 | 0.94 |")
-    assert walk[-1].startswith("| 1048576 | 0.47 |  | 0.60 |  | 0.55 |")
+    assert walk[-2].startswith("| 1048576 | 0.47 |  | 0.60 |  | 0.55 |")
+    assert walk[-1].startswith("| 16777216 |  |  | 0.60 |  | 0.60 |")
+    assert walk[-1].endswith(" split |")
     assert "| 8192 | 32 | 50% | 75% | 62% | 60% |\n" in made["occupancy"]
     assert "| 1024 | naive's time over fused's | 2.02 | 2 | 2 | yes |" in made["claims"]
     assert made["regimes"].count("\n") == 4
+    assert made["across"] == (
+        "| dtype | N | softmax | softmax, torch | softmax_vjp | softmax_vjp, torch |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        "| float32 | 512 | 0.83 | 0.40 |  |  |\n"
+    )
+    figure = "![Softmax: rates over row length](../benchmarks/results/nvidia-h200/softmax.png)\n"
+    assert made["figure"] == figure
+    assert made["dtypes"].startswith("| N | float32 | torch, float32 |\n")
+
+
+def test_without_a_run_no_table_is_filled_in() -> None:
+    made = benchmarks.memory_wall.tables(timed(), counted(), [])
+    assert set(made.values()) == {benchmarks.memory_wall.PENDING}
 
 
 def test_the_document_is_that_of_the_results() -> None:

@@ -9,12 +9,13 @@ import pytest
 
 import benchmarks.softmax
 from benchmarks.softmax import Effort, Problem
-from cuflash.bench import charts, peers, problems, rows, softmax_peers
+from cuflash.bench import charts, device, peers, problems, rows, softmax_peers
+from tests.devices import H200
 
 OPERATIONS = list(problems.SOFTMAX_OPERATIONS)
 
 
-def scipy_alone(operation: str) -> list[peers.Peer]:
+def scipy_alone(operation: str, axis: int) -> list[peers.Peer]:
     return [peers.SCIPY_SOFTMAX] if operation == "softmax" else []
 
 
@@ -92,6 +93,61 @@ def test_a_run_in_parts_fills_one_file(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.usefixtures("numpy_device")
+def test_rows_side_by_side_are_measured(tmp_path: Path) -> None:
+    across = {"lengths": {"softmax": [16], "softmax_vjp": [16]}, "axis": 0, "methods": ["auto"]}
+    benchmarks.softmax.report(effort(lengths={"softmax": [16]}), tmp_path)
+    benchmarks.softmax.report(effort(**across), tmp_path, append=True)
+    found = rows.read_rows(tmp_path / "no-gpu" / "softmax.csv")
+    assert {row["axis"] for row in found if row["method"] == "naive"} == {"-1"}
+    first = [row for row in found if row["axis"] == "0"]
+    assert [(row["operation"], row["method"], row["peer"]) for row in first] == [
+        ("softmax", "device copy", "device copy"),
+        ("softmax", "auto", "device copy"),
+        ("softmax", "scipy.special.softmax", "device copy"),
+        ("softmax", "auto", "scipy.special.softmax"),
+        ("softmax_vjp", "device copy", "device copy"),
+        ("softmax_vjp", "auto", "device copy"),
+    ]
+    target = benchmarks.softmax.target
+    assert target(Problem("softmax", "float32", 4096, 0), "auto", "device copy", 0.79)[1]
+    assert not target(Problem("softmax", "float32", 8192, 0), "auto", "device copy", 0.5)[1]
+    assert target(Problem("softmax_vjp", "float32", 512, 0), "auto", "device copy", 1) == ("", "")
+
+
+@pytest.mark.usefixtures("numpy_device")
+def test_a_run_can_be_narrowed(tmp_path: Path) -> None:
+    benchmarks.softmax.main(
+        [
+            *("--results", str(tmp_path), "--elements", "1024", "--window", "1e-4"),
+            *("--rounds", "2", "--operations", "softmax", "--lengths", "16"),
+            *("--dtypes", "float64", "--methods", "auto", "online", "--peers"),
+        ]
+    )
+    found = rows.read_rows(tmp_path / "no-gpu" / "softmax.csv")
+    assert [row["method"] for row in found] == ["device copy", "auto", "online"]
+    assert [x.name for x in benchmarks.softmax.named(["torch"], "softmax", 0)] == ["torch"]
+
+
+def test_kernels_are_compiled_for_the_rows_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy")
+    from cuflash.device import compiler
+
+    def warmed(*problem: object) -> set[str]:
+        kernels: list[compiler.KernelName] = []
+        monkeypatch.setattr(compiler, "warm", kernels.extend)
+        device.warm_softmax([Problem(*problem)], ["auto"], problems.SOFTMAX_ELEMENTS)
+        return {kernel.source for kernel in kernels}
+
+    monkeypatch.setattr(device, "_limits", lambda: H200)
+    assert warmed("softmax", "float32", 2**20) == {"softmax/online.cu"}
+    assert warmed("softmax", "float32", 2**24) == {"softmax/split.cu"}
+    assert warmed("softmax_vjp", "float32", 512, 0) == {"softmax/columns.cu"}
+    regimes = [device.softmax_regime("float32", 2**29 // n, n) for n in (2**15, 2**18, 2**24)]
+    assert regimes == ["fused", "cluster", "split"]
+    assert device.softmax_regime("float32", 2**20, 512, 0) == "columns"
+
+
 def test_time_over_fused_has_its_bounds() -> None:
     def target(name: str, peer: str, speedup: float, dtype: str = "float32") -> tuple:
         return benchmarks.softmax.target(Problem("softmax", dtype, 4096), name, peer, speedup)
@@ -142,23 +198,24 @@ def test_method_that_cannot_run_is_left_out() -> None:
 
 def test_what_can_be_measured_is_covered() -> None:
     grid = benchmarks.softmax.FULL.grid()
-    assert len(set(grid)) == len(grid) == 4 * (21 + 5 * 5)
+    assert len(set(grid)) == len(grid) == 4 * (23 + 5 * 5)
     assert {problem.operation for problem in grid} == set(OPERATIONS)
     quick = benchmarks.softmax.QUICK.grid()
     assert all(problem in grid or problem.n == 4096 for problem in quick)
-    assert "torch.compile" not in [peer.name for peer in benchmarks.softmax.ready("softmax")]
+    assert "torch.compile" not in [peer.name for peer in benchmarks.softmax.ready("softmax", -1)]
     assert "torch.compile" in [peer.name for peer in softmax_peers.softmax_peers("softmax")]
 
 
+@pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.usefixtures("numpy_device")
-def test_peers_compute_the_same(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = benchmarks.softmax.arguments(operation, (4, 33), "float64", 0)
+def test_peers_compute_the_same(operation: str, axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = benchmarks.softmax.arguments(operation, (4, 33), "float64", 0, axis)
     monkeypatch.setitem(sys.modules, "cupy", np)
-    expected = benchmarks.softmax.calls_by("auto", operation, [operands])[0]()
+    expected = benchmarks.softmax.calls_by("auto", operation, [operands], axis)[0]()
     formula, torch = (
         peer
-        for peer in softmax_peers.softmax_peers(operation, compiled=False)
+        for peer in softmax_peers.softmax_peers(operation, axis, compiled=False)
         if peer.library != "cupyx"  # which has no CPU
     )
     for peer in (formula, torch) if torch.installed else (formula,):
@@ -175,6 +232,7 @@ def rate(dtype: str, method: str, n: int, share: float, regime: str = "fused") -
         "method": method,
         "dtype": dtype,
         "N": n,
+        "axis": "-1",
         "regime": regime,
         "rate": 4.2 * share,
         "peer": "device copy",
@@ -193,8 +251,10 @@ def test_figure_has_a_panel_for_each_dtype_and_a_line_for_each_method(tmp_path: 
         for i, method in enumerate(("device copy", "naive", "auto"))
         for n in (1024, 128)
     ]
-    other = {**drawn[0], "operation": "log_softmax", "dtype": "float64"}
-    figure = charts.softmax_rates([*drawn, other])
+    others = {"operation": "log_softmax"}, {"axis": "0"}
+    figure = charts.softmax_rates(
+        [*drawn, *({**drawn[0], **other, "dtype": "float64"} for other in others)]
+    )
     assert [axes.get_title() for axes in figure.axes] == ["softmax, float32", "softmax, bfloat16"]
     (line,) = [x for x in figure.axes[0].lines if x.get_label() == "naive"]
     np.testing.assert_allclose(line.get_xydata(), [(128, 4.2 * 0.6), (1024, 4.2 * 0.6)])

@@ -9,12 +9,13 @@ from typing import Any
 
 from .rows import Row
 
-#: Colour and dashes of a competitor's line; the shades of regimes have their method's colour.
+#: Colour and dashes of a competitor's line; the shades of regimes, `split` too, have its colour.
 _LINES = {
     "auto": ("black", "-"),
     "fused": ("tab:blue", "-"),
     "cluster": ("tab:green", "-"),
     "online": ("tab:orange", "-"),
+    "split": ("tab:olive", "-"),
     "naive": ("tab:red", "-"),
     "torch": ("tab:purple", "--"),
     "torch.compile": ("tab:pink", "--"),
@@ -31,8 +32,9 @@ def softmax_rates(rows: Iterable[Row]) -> Any:
     Parameters
     ----------
     rows : iterable of Row
-        Of ``softmax.csv``, numbers as text or not. Those of `softmax` against the device copy are
-        drawn, the copy itself as a dotted line, and `regime`, what `auto` takes, as shades.
+        Of ``softmax.csv``, numbers as text or not. Those of `softmax` over the last axis against
+        the device copy are drawn, the copy itself as a dotted line, and `regime`, what `auto`
+        takes, as shades.
 
     Returns
     -------
@@ -40,7 +42,8 @@ def softmax_rates(rows: Iterable[Row]) -> Any:
     """
     from matplotlib.figure import Figure
 
-    drawn = [row for row in rows if (row["operation"], row["peer"]) == ("softmax", _COPY)]
+    kind = ("softmax", "-1", _COPY)
+    drawn = [row for row in rows if (row["operation"], str(row["axis"]), row["peer"]) == kind]
     dtypes = [dtype for dtype in _DTYPES if any(row["dtype"] == dtype for row in drawn)]
     columns = min(len(dtypes), 2)
     height = -(-len(dtypes) // max(columns, 1))

@@ -78,29 +78,31 @@ def attention_inputs(shape: AttentionShape, sets: int) -> list[tuple[Any, ...]]:
     return [tuple(normal(size, shape.dtype, seed)) for seed in range(sets)]
 
 
-def softmax_regime(dtype: str, shape: tuple[int, int]) -> str:
-    """Return the method that `auto` takes on the current device for contiguous rows."""
-    from ..device.occupancy import plan_rows
+def softmax_regime(dtype: str, rows: int, n: int, axis: int = -1) -> str:
+    """Return how `auto` runs rows over an axis of a matrix on the current device."""
+    from ..device.occupancy import plan_rows, regime
 
-    return plan_rows(_limits(), dtype_of(dtype), *shape).method
+    return regime(plan_rows(_limits(), dtype_of(dtype), rows, n, axis=axis))
 
 
-def softmax_residency(dtype: str, n: int, method: str) -> Residency:
+def softmax_residency(dtype: str, rows: int, n: int, method: str) -> Residency:
     """Predict how a method runs on the current device; ValueError if it cannot."""
     from ..device.occupancy import residency
 
-    return residency(_limits(), dtype_of(dtype), n, method)
+    return residency(_limits(), dtype_of(dtype), n, method, rows)
 
 
-def warm_softmax(problems: Iterable[tuple[str, str, int]], methods: Iterable[str]) -> None:
-    """Compile what (operation, dtype, row length) launch, several kernels at a time."""
+def warm_softmax(
+    problems: Iterable[tuple[str, str, int, int]], methods: Iterable[str], elements: int
+) -> None:
+    """Compile what (operation, dtype, row length, axis) launch, several kernels at a time."""
     from ..device.compiler import warm
     from ..device.occupancy import plan_rows
 
     kernels = []
-    for (operation, dtype, n), method in product(problems, methods):
+    for (operation, dtype, n, axis), method in product(problems, methods):
         with suppress(ValueError):  # the method cannot run such rows
-            plan = plan_rows(_limits(), dtype_of(dtype), 2, n, operation, method)
+            plan = plan_rows(_limits(), dtype_of(dtype), elements // n, n, operation, method, axis)
             kernels += [launch.kernel for launch in plan.launches]
     warm(kernels)
 

@@ -140,6 +140,10 @@ SOFTMAX_LENGTHS = tuple(2**i for i in range(21))
 #: Shortest rows that a cluster is measured with: shorter ones leave most of its threads idle, and
 #: with as many rows a call takes seconds.
 CLUSTER_LENGTH = 4096
+#: Rows of which SOFTMAX_ELEMENTS are so few that each is split over the GPU.
+SOFTMAX_SPLIT_LENGTHS = (2**24, 2**27)
+#: Row lengths over the first axis, where rows lie side by side.
+SOFTMAX_ACROSS_LENGTHS = (128, 512, 1024, 4096, 16384)
 #: Row lengths at which the rest of the family is measured.
 SOFTMAX_FAMILY_LENGTHS = tuple(2**i for i in (7, 10, 13, 16, 18))
 
@@ -150,11 +154,13 @@ _Shares = tuple[tuple[int, float], ...]
 _WALL: _Shares = ((2**16, 0.97), (2**18, 0.95), (2**20, 0.90))
 _WALL_DOUBLE: _Shares = ((2**17, 0.90), (2**20, 0.80))
 _WALL_VJP: _Shares = ((2**16, 0.95),)
+#: Over the first axis, where no read is longer than what neighbouring rows fill.
+_WALL_ACROSS: _Shares = ((2**12, 0.80), (2**20, 0.55))
 #: Least speed of softmax over the plain CuPy formula, and of everything over each of PyTorch's.
 OVER_FORMULA, OVER_TORCH = 8.0, 0.98
 
 
-def softmax_share(operation: str, dtype: str, n: int) -> float | None:
+def softmax_share(operation: str, dtype: str, n: int, axis: int = -1) -> float | None:
     """Return the least share of the copy's rate for rows of a length; None if there is none."""
     double = dtype == "float64"
     tables = {
@@ -163,6 +169,8 @@ def softmax_share(operation: str, dtype: str, n: int) -> float | None:
         "softmax_vjp": () if double else _WALL_VJP,
         "log_softmax_vjp": () if double else _WALL_VJP,
     }
+    if axis == 0:
+        tables = {"softmax": _WALL_ACROSS}
     if n < SHORTEST_WALL:
         return None
     return next((share for longest, share in tables.get(operation, ()) if n <= longest), None)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,17 @@ def device_environment() -> dict[str, str]:
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
     return {
         "machine": properties["name"].decode(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": _driver(),
         "cupy": cupy.__version__,
         "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
         **_software(),
     }
+
+
+@cache
+def _driver() -> str:
+    """Return the version of the GPU's driver, which takes nvidia-smi up to a second to tell."""
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def _software() -> dict[str, str]:

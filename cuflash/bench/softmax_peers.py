@@ -1,4 +1,4 @@
-"""What else computes the softmax family on a GPU, over the last axis, as peers.
+"""What else computes the softmax family on a GPU, over the last or first axis, as peers.
 
 The formulas are what an array user writes; each function of an operation takes its operands in the
 order of this library's own.
@@ -13,32 +13,33 @@ from typing import Any
 from .peers import Call, Peer, tensor
 
 
-def _softmax(xp: Any, x: Any) -> Any:
-    e = xp.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
+def _softmax(xp: Any, axis: int, x: Any) -> Any:
+    e = xp.exp(x - x.max(axis=axis, keepdims=True))
+    return e / e.sum(axis=axis, keepdims=True)
 
 
-def _log_softmax(xp: Any, x: Any) -> Any:
-    d = x - x.max(axis=-1, keepdims=True)
-    return d - xp.log(xp.exp(d).sum(axis=-1, keepdims=True))
+def _log_softmax(xp: Any, axis: int, x: Any) -> Any:
+    d = x - x.max(axis=axis, keepdims=True)
+    return d - xp.log(xp.exp(d).sum(axis=axis, keepdims=True))
 
 
-def _logsumexp(xp: Any, x: Any) -> Any:
-    m = x.max(axis=-1)
-    return m + xp.log(xp.exp(x - m[..., None]).sum(axis=-1))
+def _logsumexp(xp: Any, axis: int, x: Any) -> Any:
+    m = x.max(axis=axis, keepdims=True)
+    return (m + xp.log(xp.exp(x - m).sum(axis=axis, keepdims=True))).squeeze(axis)
 
 
-def _softmax_vjp(xp: Any, dy: Any, y: Any) -> Any:
+def _softmax_vjp(xp: Any, axis: int, dy: Any, y: Any) -> Any:
     product = y * dy
-    return product - y * product.sum(axis=-1, keepdims=True)
+    return product - y * product.sum(axis=axis, keepdims=True)
 
 
-def _log_softmax_vjp(xp: Any, dy: Any, y: Any) -> Any:
-    return dy - xp.exp(y) * dy.sum(axis=-1, keepdims=True)
+def _log_softmax_vjp(xp: Any, axis: int, dy: Any, y: Any) -> Any:
+    return dy - xp.exp(y) * dy.sum(axis=axis, keepdims=True)
 
 
-def _logsumexp_vjp(xp: Any, dlse: Any, x: Any, lse: Any) -> Any:
-    return dlse[..., None] * xp.exp(x - lse[..., None])
+def _logsumexp_vjp(xp: Any, axis: int, dlse: Any, x: Any, lse: Any) -> Any:
+    kept = (None, ...) if axis == 0 else (..., None)
+    return dlse[kept] * xp.exp(x - lse[kept])
 
 
 #: By operation: the formula in terms of an array library.
@@ -52,66 +53,67 @@ FORMULAS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def _torch(operation: str) -> Callable[..., Any]:
+def _torch(operation: str, axis: int) -> Callable[..., Any]:
     """Return PyTorch's own function; of gradients, what its backward calls."""
     import torch
 
     aten = torch.ops.aten
     functions: dict[str, Callable[..., Any]] = {
-        "softmax": lambda x: torch.softmax(x, -1),
-        "log_softmax": lambda x: torch.log_softmax(x, -1),
-        "logsumexp": lambda x: torch.logsumexp(x, -1),
-        "softmax_vjp": lambda dy, y: aten._softmax_backward_data(dy, y, -1, y.dtype),
-        "log_softmax_vjp": lambda dy, y: aten._log_softmax_backward_data(dy, y, -1, y.dtype),
-        "logsumexp_vjp": lambda dlse, x, lse: _logsumexp_vjp(torch, dlse, x, lse),
+        "softmax": lambda x: torch.softmax(x, axis),
+        "log_softmax": lambda x: torch.log_softmax(x, axis),
+        "logsumexp": lambda x: torch.logsumexp(x, axis),
+        "softmax_vjp": lambda dy, y: aten._softmax_backward_data(dy, y, axis, y.dtype),
+        "log_softmax_vjp": lambda dy, y: aten._log_softmax_backward_data(dy, y, axis, y.dtype),
+        "logsumexp_vjp": lambda dlse, x, lse: _logsumexp_vjp(torch, axis, dlse, x, lse),
     }
     return functions[operation]
 
 
 @cache
-def _torch_compiled(operation: str) -> Callable[..., Any]:
+def _torch_compiled(operation: str, axis: int) -> Callable[..., Any]:
     """Return it through torch.compile, one object for all inputs: it compiles once a shape."""
     import torch
 
-    compiled: Callable[..., Any] = torch.compile(_torch(operation), dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(_torch(operation, axis), dynamic=False)
     return compiled
 
 
-def _cupy_formula(operation: str) -> Callable[..., Call]:
+def _cupy_formula(operation: str, axis: int) -> Callable[..., Call]:
     def make(*arrays: Any) -> Call:
         import cupy
 
-        return lambda: FORMULAS[operation](cupy, *arrays)
+        return lambda: FORMULAS[operation](cupy, axis, *arrays)
 
     return make
 
 
-def _cupyx(operation: str) -> Callable[..., Call]:
+def _cupyx(operation: str, axis: int) -> Callable[..., Call]:
     def make(*arrays: Any) -> Call:
         from cupyx.scipy import special
 
         function = getattr(special, operation)
-        return lambda: function(*arrays, axis=-1)
+        return lambda: function(*arrays, axis=axis)
 
     return make
 
 
 def _torch_peer(
-    operation: str, function: Callable[[str], Callable[..., Any]]
+    operation: str, axis: int, function: Callable[[str, int], Callable[..., Any]]
 ) -> Callable[..., Call]:
     def make(*arrays: Any) -> Call:
-        call, tensors = function(operation), [tensor(x) for x in arrays]
+        call, tensors = function(operation, axis), [tensor(x) for x in arrays]
         return lambda: call(*tensors)
 
     return make
 
 
-def softmax_peers(operation: str, *, compiled: bool = True) -> tuple[Peer, ...]:
+def softmax_peers(operation: str, axis: int = -1, *, compiled: bool = True) -> tuple[Peer, ...]:
     """Return the peers of an operation, with or without torch.compile, which takes seconds."""
-    library = () if operation.endswith("_vjp") else (_cupyx(operation),)
+    library = () if operation.endswith("_vjp") else (_cupyx(operation, axis),)
+    compilers = (_torch_peer(operation, axis, _torch_compiled),) if compiled else ()
     return (
-        Peer("CuPy formula", "cupy", _cupy_formula(operation)),
+        Peer("CuPy formula", "cupy", _cupy_formula(operation, axis)),
         *(Peer("cupyx.scipy.special", "cupyx", make) for make in library),
-        Peer("torch", "torch", _torch_peer(operation, _torch)),
-        *((Peer("torch.compile", "torch", _torch_peer(operation, _torch_compiled)),) * compiled),
+        Peer("torch", "torch", _torch_peer(operation, axis, _torch)),
+        *(Peer("torch.compile", "torch", make) for make in compilers),
     )

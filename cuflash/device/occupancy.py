@@ -5,7 +5,7 @@ Needs no GPU: limits can be numbers, and registers are what NVRTC reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -26,6 +26,7 @@ __all__ = [
     "Residency",
     "device_limits",
     "plan_rows",
+    "regime",
     "report",
     "residency",
     "source_occupancy",
@@ -36,6 +37,7 @@ __all__ = [
 _SHARED_WITHOUT_OPT_IN = 48 << 10
 #: Row lengths that are reported.
 _LENGTHS = tuple(1 << power for power in range(21))
+_ACROSS_LENGTHS = tuple(1 << power for power in range(6, 17, 2))
 #: More rows than any GPU has in flight.
 MANY_ROWS = 1 << 20
 #: Threads of a block of the kernel that first showed the regimes, and its row lengths.
@@ -70,7 +72,8 @@ KNOWN_GPUS = {
 class Residency(NamedTuple):
     """How rows of one length run on a GPU."""
 
-    method: str
+    regime: str
+    """As `regime` names it."""
     kernels: tuple[str, ...]
     """Names, in the order of their launches; the rest is about the first."""
     parts: int
@@ -84,7 +87,9 @@ class Residency(NamedTuple):
     wave_bytes: int
     """Of the rows that all resident blocks work on at a time."""
     trips: int
-    """Predicted passes over memory: no second read of `online` while a wave fits in L2."""
+    """Predicted passes over memory, without a second read that hits in L2."""
+    absorbed: bool
+    """Whether there is such a read: a wave fits in L2, and rows are read twice."""
 
 
 def plan_rows(
@@ -94,21 +99,34 @@ def plan_rows(
     length: int,
     operation: str = "softmax",
     method: str = "auto",
+    axis: int = -1,
 ) -> SoftmaxPlan:
-    """Return the plan of an operation on contiguous rows.
+    """Return the plan of an operation over the last or the first axis of a matrix.
 
     Raises
     ------
     ValueError
         The method cannot run rows of this length.
     """
-    x, row = (SimpleNamespace(shape=(rows, n), ndim=2, dtype=dtype) for n in (length, 1))
+    x, row = (
+        SimpleNamespace(shape=(n, rows) if axis == 0 else (rows, n), ndim=2, dtype=dtype)
+        for n in (length, 1)
+    )
     operands = {"dy": x, "y": x} if operation.endswith("_vjp") else {"x": x}
     if operation == "logsumexp_vjp":
         operands = {"dlse": row, "x": x, "lse": row}
-    problem = SoftmaxProblem.of(operation, operands, -1, None, method)
+    problem = SoftmaxProblem.of(operation, operands, axis, None, method)
     out = SimpleNamespace(shape=problem.out_shape, dtype=problem.out_dtype)
     return plan_softmax(problem, (ArraySpec.of(out),), True, limits)
+
+
+def regime(plan: SoftmaxPlan) -> str:
+    """Return the name by which a plan's way to share out rows goes: a method or `columns`, `split`.
+
+    These two are ways of `auto` for rows side by side and for few long rows.
+    """
+    first = _name(plan.launches[0].kernel)
+    return {"columns": "columns", "split_states": "split"}.get(first, plan.method)
 
 
 def residency(
@@ -117,38 +135,52 @@ def residency(
     length: int,
     method: str = "auto",
     rows: int = MANY_ROWS,
+    axis: int = -1,
 ) -> Residency:
-    """Predict how softmax of contiguous rows runs: by default of as many as a GPU can work on.
+    """Predict how softmax of rows runs, which lie in the last or side by side in the first axis.
 
     Raises
     ------
     ValueError
         The method cannot run rows of this length.
     """
-    plan = plan_rows(limits, dtype, rows, length, method=method)
-    launch = plan.launches[0]
+    plan = plan_rows(limits, dtype, rows, length, method=method, axis=axis)
+    launch, taken = plan.launches[0], regime(plan)
     compiled = _compiled(launch.kernel, limits.compute_capability)
     shared = launch.shared_bytes + compiled.shared
     blocks = resident_blocks(limits, launch.block, shared, compiled.registers)
-    fields = np.frombuffer(plan.block, SOFTMAX_PARAMETERS.dtype)[0]
-    teams = blocks * launch.block * limits.multiprocessors >> int(fields["log2_lanes"])
-    parts = int(fields["parts"])
-    wave_bytes = min(teams // parts, rows) * length * dtype.itemsize
-    absorbed = plan.method == "online" and wave_bytes <= limits.l2_bytes
+    if taken == "columns":
+        tile_rows, width, held, parts = _counts(launch.kernel)
+        in_flight = blocks * limits.multiprocessors // parts * tile_rows * width
+        trips = 2 if held else 3
+    else:
+        fields = np.frombuffer(plan.block, SOFTMAX_PARAMETERS.dtype)[0]
+        parts = int(fields["parts"])
+        teams = blocks * launch.block * limits.multiprocessors >> int(fields["log2_lanes"])
+        in_flight = teams // parts
+        trips = _TRIPS[plan.method]
+    wave_bytes = min(in_flight, rows) * length * dtype.itemsize
+    absorbed = trips == 3 and wave_bytes <= limits.l2_bytes
     return Residency(
-        method=plan.method,
+        regime=taken,
         kernels=tuple(_name(each.kernel) for each in plan.launches),
         parts=parts,
         threads=launch.block,
         blocks=blocks,
         occupancy=blocks * launch.block / limits.threads_per_sm,
         wave_bytes=wave_bytes,
-        trips=_TRIPS[plan.method] - absorbed,
+        trips=trips - absorbed,
+        absorbed=absorbed,
     )
 
 
 def _name(kernel: KernelName) -> str:
     return kernel.expression.partition("<")[0].rpartition("::")[2]
+
+
+def _counts(kernel: KernelName) -> list[int]:
+    """Return the arguments of `columns` after its types, see `ColumnTile`."""
+    return [int(count) for count in kernel.expression.rstrip(">").rsplit(", ", 4)[1:]]
 
 
 @cache
@@ -159,24 +191,35 @@ def _compiled(kernel: KernelName, compute_capability: str) -> CompileReport:
 
 def report(limits: DeviceLimits, dtype: np.dtype) -> Iterator[str]:
     """Yield lines: the regimes of `auto`, and what they come to at each of some row lengths."""
-    yield (
-        f"{'N':>9}  {'method':8}{'threads':>7}{'blocks/SM':>11}{'occupancy':>11}"
-        f"{'blocks/row':>12}{'if alone':>10}  trips"
-    )
-    for length in _LENGTHS:
-        found, alone = (residency(limits, dtype, length, rows=rows) for rows in (MANY_ROWS, 1))
-        row = f"{length:9}  {found.method:8}{found.threads:7}{found.blocks:11}"
-        row = f"{row}{found.occupancy:11.0%}{found.parts:12}{alone.parts:10}  {found.trips}"
-        yield row + (" (second read in L2)" if found.trips < _TRIPS[found.method] else "")
+    yield from _residency_lines(limits, dtype, _LENGTHS, axis=-1)
     yield ""
     yield from _regime_lines(softmax_regimes(limits), dtype)
+    yield ""
+    yield "rows side by side: the first axis of a matrix"
+    yield from _residency_lines(limits, dtype, _ACROSS_LENGTHS, axis=0)
+
+
+def _residency_lines(
+    limits: DeviceLimits, dtype: np.dtype, lengths: Sequence[int], axis: int
+) -> Iterator[str]:
+    """Yield a table; of contiguous rows also the blocks that work on one if there is no other."""
+    alone = f"{'if alone':>10}" if axis else ""
+    head = f"{'N':>9}  {'regime':8}{'threads':>7}{'blocks/SM':>11}{'occupancy':>11}"
+    yield f"{head}{'blocks/row':>12}{alone}  trips"
+    for length in lengths:
+        found = residency(limits, dtype, length, axis=axis)
+        if axis:
+            alone = f"{residency(limits, dtype, length, rows=1).parts:10}"
+        row = f"{length:9}  {found.regime:8}{found.threads:7}{found.blocks:11}"
+        row = f"{row}{found.occupancy:11.0%}{found.parts:12}{alone}  {found.trips}"
+        yield row + (" (second read in L2)" if found.absorbed else "")
 
 
 def _regime_lines(regimes: tuple[Regime, ...], dtype: np.dtype) -> Iterator[str]:
-    for regime in regimes:
-        bounded = regime.row_bytes < float("inf")
-        reach = f"to N = {int(regime.row_bytes) // dtype.itemsize}" if bounded else "beyond"
-        yield f"{regime.method:8}{reach}: {regime.reason}"
+    for each in regimes:
+        bounded = each.row_bytes < float("inf")
+        reach = f"to N = {int(each.row_bytes) // dtype.itemsize}" if bounded else "beyond"
+        yield f"{each.method:8}{reach}: {each.reason}"
 
 
 def source_occupancy(limits: DeviceLimits, length: int) -> tuple[int, float]:

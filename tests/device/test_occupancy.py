@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cuflash.device.occupancy import (
+    MANY_ROWS,
     SOURCE_LENGTHS,
     plan_rows,
     report,
@@ -52,8 +53,8 @@ def test_residency_follows_the_plan(limits):
     for regime in softmax_regimes(limits)[:-1]:
         length = int(regime.row_bytes) // 4
         found = residency(limits, FLOAT32, length)
-        launch = plan_rows(limits, FLOAT32, 2**20, length).launches[0]
-        assert found.method == regime.method
+        launch = plan_rows(limits, FLOAT32, MANY_ROWS, length).launches[0]
+        assert found.regime == regime.method
         assert found.threads == launch.block
         assert found.blocks >= 1
         assert found.occupancy == found.blocks * found.threads / limits.threads_per_sm <= 1
@@ -80,13 +81,25 @@ def test_the_second_read_is_predicted_to_hit_while_a_wave_fits():
 def test_a_row_has_as_many_blocks_as_hold_or_split_it():
     assert residency(H200, FLOAT32, 2**15).parts == 1
     clustered = residency(H200, FLOAT32, 2**18)
-    assert (clustered.method, clustered.parts) == ("cluster", 16)
+    assert (clustered.regime, clustered.parts) == ("cluster", 16)
     resident = clustered.blocks * H200.multiprocessors // clustered.parts
     assert clustered.wave_bytes == resident * 2**20
     assert residency(H200, FLOAT32, 2**22).parts == 1
     split = residency(H200, FLOAT32, 2**22, rows=3)
-    assert (split.method, split.kernels) == ("online", ("split_states", "split"))
+    assert (split.regime, split.kernels) == ("split", ("split_states", "split"))
     assert split.parts == H200.multiprocessors // 3
+
+
+@pytest.mark.parametrize(("length", "parts", "trips"), [(128, 1, 2), (4096, 8, 2), (2**15, 1, 3)])
+def test_rows_side_by_side_are_tiles(length, parts, trips):
+    found = residency(H200, FLOAT32, length, axis=0)
+    (launch,) = plan_rows(H200, FLOAT32, MANY_ROWS, length, axis=0).launches
+    assert (found.regime, found.parts, found.trips) == ("columns", parts, trips)
+    assert found.threads == launch.block
+    # A tile is 128 bytes wide, and whole tiles are in flight.
+    tiles = found.wave_bytes / (128 * length)
+    assert tiles == found.blocks * H200.multiprocessors // parts
+    assert not found.absorbed
 
 
 @pytest.mark.parametrize(
@@ -101,9 +114,10 @@ def test_the_family_has_plans_by_shape(operation):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_report_has_a_line_for_each_length_and_each_regime(dtype):
     lines = list(report(T4, dtype))
-    blank = lines.index("")
+    blank, end = (i for i, line in enumerate(lines) if not line)
     assert [int(line.split()[0]) for line in lines[1:blank]] == [2**i for i in range(21)]
-    assert [line.split()[0] for line in lines[blank + 1 :]] == ["fused", "online"]
+    assert [line.split()[0] for line in lines[blank + 1 : end]] == ["fused", "online"]
     split = [int(line.split()[6]) for line in lines[1:blank]]
     assert split[0] == 1 < split[-2] < split[-1] <= T4.multiprocessors
-    assert "beyond" in lines[-1]
+    assert "beyond" in lines[end - 1]
+    assert [line.split()[1] for line in lines[end + 3 :]] == ["columns"] * 6
