@@ -249,8 +249,8 @@ def regimes(limits: DeviceLimits, timed: Sequence[rows.Row]) -> Iterator[rows.Ro
                 upper=float(row["upper"]),
             )
     for n, by_method in sorted(rates.items()):
-        if "auto" in by_method:
-            others = {m: rate for m, rate in by_method.items() if m in problems.SOFTMAX_TRIPS}
+        others = {m: rate for m, rate in by_method.items() if m in problems.SOFTMAX_TRIPS}
+        if "auto" in by_method and others:
             fastest = max(others, key=others.__getitem__)
             here = by_method["auto"] / others[fastest]
             yield claim(
@@ -294,6 +294,7 @@ def table(
 
     kind = ("softmax", DTYPE, "-1")
     timed = [row for row in timed if (row["operation"], row["dtype"], row["axis"]) == kind]
+    timed.sort(key=lambda row: int(row["N"]))
     return [
         *fused_over_naive(timed),
         *source_occupancy(SOURCE_GPU, KNOWN_GPUS["t4"], timed[0]),
