@@ -43,11 +43,6 @@ struct MmaTile {
                   "results leave by way of shared memory");
 };
 
-template <typename R>
-struct alignas(2 * sizeof(R)) Neighbours {
-    R first, second;
-};
-
 // ------------------------------------------------------------------------------------------ loads
 
 // Whether rows can be copied by 16 bytes.
@@ -124,6 +119,16 @@ __device__ __forceinline__ void load_rows(unsigned char* tile, const Matrix<cons
 
 // ----------------------------------------------------------------------------------------- stores
 
+// Two neighbours of a row as R, in one write.
+template <typename R>
+__device__ __forceinline__ void store_pair(unsigned char* to, float first, float second) {
+    *reinterpret_cast<unsigned*>(to) = pack<R>(first, second);
+}
+template <>
+__device__ __forceinline__ void store_pair<float>(unsigned char* to, float first, float second) {
+    *reinterpret_cast<float2*>(to) = make_float2(first, second);
+}
+
 // Stores the results of a warp's rows, `rows` of them from `first_row` on, by way of shared memory:
 // a thread has two neighbours of a row at a time, memory wants 16 bytes.
 template <typename Tile, typename R>
@@ -140,23 +145,41 @@ __device__ __forceinline__ void store_rows(
         for (int j = 0; j < Tile::kValueTiles; ++j) {
             const int column = 8 * j + lane % 4 * 2;
             const float* x = &out[i / 2][j][i % 2 * 2];
-            *reinterpret_cast<Neighbours<R>*>(own + Layout::at(8 * i + lane / 4, column / kWide) +
-                                              column % kWide * int(sizeof(R))) = {
-                Narrow<R>::from(x[0]), Narrow<R>::from(x[1])};
+            store_pair<R>(own + Layout::at(8 * i + lane / 4, column / kWide) +
+                              column % kWide * int(sizeof(R)),
+                          x[0], x[1]);
         }
     __syncwarp();
-    const bool aligned = has_aligned_rows(to);
-#pragma unroll 4
-    for (int i = lane; i < rows * Layout::kChunks; i += 32) {
-        const int r = i / Layout::kChunks, column = i % Layout::kChunks * kWide;
-        const auto x = *reinterpret_cast<const Vector<R>*>(own + Layout::at(r, column / kWide));
-        R* const target = &to.at(first_row + r, column);
-        if (aligned && column + kWide <= columns)
-            *reinterpret_cast<Vector<R>*>(target) = x;
-        else
+
+    if (has_aligned_rows(to) && columns % kWide == 0) {
+        constexpr int kVectors = Tile::kWarpRows * Layout::kChunks / 32;  // of a lane
+        // So many hide the latency of shared memory.
+        constexpr int kAtOnce = kVectors % 8 == 0 ? 8 : kVectors % 4 == 0 ? 4 : kVectors;
+#pragma unroll 1
+        for (int start = lane; start < 32 * kVectors; start += 32 * kAtOnce) {
+            uint4 words[kAtOnce];  // elements would move one by one
 #pragma unroll
-            for (int e = 0; e < kWide; ++e)
-                if (column + e < columns) target[e * to.column_stride] = x.element[e];
+            for (int n = 0; n < kAtOnce; ++n) {
+                const int i = start + 32 * n;
+                words[n] = *reinterpret_cast<const uint4*>(
+                    own + Layout::at(i / Layout::kChunks, i % Layout::kChunks));
+            }
+#pragma unroll
+            for (int n = 0; n < kAtOnce; ++n) {
+                const int r = (start + 32 * n) / Layout::kChunks;
+                const int column = (start + 32 * n) % Layout::kChunks * kWide;
+                if (r < rows && column < columns)
+                    __stcs(reinterpret_cast<uint4*>(&to.at(first_row + r, column)), words[n]);
+            }
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int i = lane; i < rows * kColumns; i += 32) {
+        const int r = i / kColumns, column = i % kColumns;
+        if (column < columns)
+            to.at(first_row + r, column) = *reinterpret_cast<const R*>(
+                own + Layout::at(r, column / kWide) + column % kWide * int(sizeof(R)));
     }
 }
 
