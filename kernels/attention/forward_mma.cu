@@ -9,179 +9,14 @@
 // of values (kKeys x kValues); in the end the results (kQueries x kValues) on
 // their way out.
 #include "attention/block.cuh"
+#include "attention/mma_tile.cuh"
 #include "attention/parameters.cuh"
 #include "lib/nonfinite.cuh"
 #include "lib/numeric.cuh"
 #include "lib/ptx_mma.cuh"
 #include "lib/score.cuh"
-#include "lib/swizzle.cuh"
 
 namespace cuflash {
-
-// 16-row tiles of a warp, warps of a block, keys of a tile, padded features and columns of v,
-// whether a warp holds its queries in registers, blocks that a multiprocessor should hold.
-// `device/attention_plans_mma.py` says which tiles there are, and why.
-template <int kRowTiles_, int kWarps, int kKeys_, int kFeatures, int kValues, bool kQueriesHeld_,
-          int kBlocks_>
-struct MmaTile {
-    static constexpr int kRowTiles = kRowTiles_, kKeys = kKeys_, kBlocks = kBlocks_;
-    static constexpr bool kQueriesHeld = kQueriesHeld_;
-    static constexpr int kThreads = 32 * kWarps;
-    static constexpr int kWarpRows = 16 * kRowTiles;
-    static constexpr int kQueries = kWarpRows * kWarps;
-    static constexpr int kRows = 2 * kRowTiles;      // rows that a thread has a part of
-    static constexpr int kKeyTiles = kKeys / 8;      // 8 keys each
-    static constexpr int kValueTiles = kValues / 8;  // 8 columns each
-    static constexpr int kFeatureSteps = kFeatures / 16;
-    using Features = SwizzledTile<kFeatures>;
-    using Values = SwizzledTile<kValues>;
-    static constexpr int kQueryBytes = kQueries * Features::kPitch;
-    static constexpr int kKeyBytes = kKeys * Features::kPitch;
-    static constexpr int kValueBytes = kKeys * Values::kPitch;
-    static_assert(kKeys % 16 == 0, "a matrix instruction takes 16 keys");
-    static_assert(2 * kQueries * Values::kPitch <= kQueryBytes + 2 * (kKeyBytes + kValueBytes),
-                  "results leave by way of shared memory");
-};
-
-// ------------------------------------------------------------------------------------------ loads
-
-// Whether rows can be copied by 16 bytes.
-template <typename T>
-__device__ __forceinline__ bool has_aligned_rows(const Matrix<T>& matrix) {
-    return matrix.column_stride == 1 && matrix.row_stride % kVector<T> == 0 &&
-           is_vector_aligned(matrix.data);
-}
-
-// Starts to copy kRows rows, from `first_row` on, of a matrix with aligned rows. Tile rows outside
-// begin..end - 1 and columns from `columns` on become 0: what lies there may be NaN.
-template <int kRows, int kColumns, int kThreads, typename T>
-__device__ __forceinline__ void copy_rows(unsigned tile, const Matrix<const T>& matrix,
-                                          int64 first_row, int begin, int end, int columns) {
-    using Layout = SwizzledTile<kColumns>;
-    constexpr int kNeighbours = Layout::kPeriod, kStep = kThreads / kNeighbours;
-    static_assert(kStep % 8 == 0 && kRows % kStep == 0, "threads keep their place in the pattern");
-    const int row = threadIdx.x / kNeighbours, chunk = threadIdx.x % kNeighbours;
-    const int64 step = kStep * matrix.row_stride;
-    const T* source = &matrix.at(first_row + row, chunk * kVector<T>);
-    const unsigned target = tile + Layout::at(row, chunk);
-    const bool whole = begin == 0 && end == kRows && columns == kColumns;
-#pragma unroll
-    for (int r = 0; r < kRows; r += kStep, source += step) {
-#pragma unroll
-        for (int c = 0; c < Layout::kChunks; c += kNeighbours) {
-            const unsigned to = target + r * Layout::kPitch + c * Layout::kChunkBytes;
-            if (whole) {
-                copy_async(to, source + c * kVector<T>);
-            } else {
-                const int left = columns - (chunk + c) * kVector<T>;
-                const int elements = min(max(left, 0), kVector<T>);
-                const bool seen = row + r >= begin && row + r < end && elements > 0;
-                copy_async(to, seen ? source + c * kVector<T> : matrix.data,
-                           seen ? elements * int(sizeof(T)) : 0);
-            }
-        }
-    }
-}
-
-// The same for any strides, and at once. With `finite_only`, NaN and inf become 0 too.
-template <int kRows, int kColumns, int kThreads, typename T>
-__device__ __forceinline__ void copy_elements(unsigned char* tile, const Matrix<const T>& matrix,
-                                              int64 first_row, int begin, int end, int columns,
-                                              bool finite_only) {
-    using Layout = SwizzledTile<kColumns>;
-    const T* const source = &matrix.at(first_row, 0);
-    // Neighbouring threads take neighbours in memory, be they in a row or in a column.
-    const bool by_column = llabs(matrix.row_stride) < llabs(matrix.column_stride);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kRows * kColumns; i += kThreads) {
-        const int r = by_column ? i % kRows : i / kColumns;
-        const int c = by_column ? i / kRows : i % kColumns;
-        T x = narrow<T>(0);
-        if (r >= begin && r < end && c < columns)
-            x = source[r * matrix.row_stride + c * matrix.column_stride];
-        if (finite_only && !is_finite(widen(x))) x = narrow<T>(0);
-        *reinterpret_cast<T*>(tile + Layout::at(r, c / kVector<T>) +
-                              c % kVector<T> * int(sizeof(T))) = x;
-    }
-}
-
-template <int kRows, int kColumns, int kThreads, typename T>
-__device__ __forceinline__ void load_rows(unsigned char* tile, const Matrix<const T>& matrix,
-                                          int64 first_row, int begin, int end, int64 columns,
-                                          bool finite_only = false) {
-    if (!finite_only && has_aligned_rows(matrix))
-        copy_rows<kRows, kColumns, kThreads>(shared_address(tile), matrix, first_row, begin, end,
-                                             int(columns));
-    else
-        copy_elements<kRows, kColumns, kThreads>(tile, matrix, first_row, begin, end, int(columns),
-                                                 finite_only);
-}
-
-// ----------------------------------------------------------------------------------------- stores
-
-// Two neighbours of a row as R, in one write.
-template <typename R>
-__device__ __forceinline__ void store_pair(unsigned char* to, float first, float second) {
-    *reinterpret_cast<unsigned*>(to) = pack<R>(first, second);
-}
-template <>
-__device__ __forceinline__ void store_pair<float>(unsigned char* to, float first, float second) {
-    *reinterpret_cast<float2*>(to) = make_float2(first, second);
-}
-
-// Stores the results of a warp's rows, `rows` of them from `first_row` on, by way of shared memory:
-// a thread has two neighbours of a row at a time, memory wants 16 bytes.
-template <typename Tile, typename R>
-__device__ __forceinline__ void store_rows(
-    unsigned char* shared, const float (&out)[Tile::kRowTiles][Tile::kValueTiles][4],
-    const Matrix<R>& to, int64 first_row, int rows, int64 columns) {
-    constexpr int kColumns = 8 * Tile::kValueTiles, kWide = kVector<R>;
-    using Layout = SwizzledTile<kColumns* int(sizeof(R)) / 2>;
-    const int lane = threadIdx.x % 32;
-    unsigned char* const own = shared + threadIdx.x / 32 * Tile::kWarpRows * Layout::kPitch;
-#pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i)
-#pragma unroll
-        for (int j = 0; j < Tile::kValueTiles; ++j) {
-            const int column = 8 * j + lane % 4 * 2;
-            const float* x = &out[i / 2][j][i % 2 * 2];
-            store_pair<R>(own + Layout::at(8 * i + lane / 4, column / kWide) +
-                              column % kWide * int(sizeof(R)),
-                          x[0], x[1]);
-        }
-    __syncwarp();
-
-    if (has_aligned_rows(to) && columns % kWide == 0) {
-        constexpr int kVectors = Tile::kWarpRows * Layout::kChunks / 32;  // of a lane
-        // So many hide the latency of shared memory.
-        constexpr int kAtOnce = kVectors % 8 == 0 ? 8 : kVectors % 4 == 0 ? 4 : kVectors;
-#pragma unroll 1
-        for (int start = lane; start < 32 * kVectors; start += 32 * kAtOnce) {
-            uint4 words[kAtOnce];  // elements would move one by one
-#pragma unroll
-            for (int n = 0; n < kAtOnce; ++n) {
-                const int i = start + 32 * n;
-                words[n] = *reinterpret_cast<const uint4*>(
-                    own + Layout::at(i / Layout::kChunks, i % Layout::kChunks));
-            }
-#pragma unroll
-            for (int n = 0; n < kAtOnce; ++n) {
-                const int r = (start + 32 * n) / Layout::kChunks;
-                const int column = (start + 32 * n) % Layout::kChunks * kWide;
-                if (r < rows && column < columns)
-                    __stcs(reinterpret_cast<uint4*>(&to.at(first_row + r, column)), words[n]);
-            }
-        }
-        return;
-    }
-#pragma unroll 1
-    for (int i = lane; i < rows * kColumns; i += 32) {
-        const int r = i / kColumns, column = i % kColumns;
-        if (column < columns)
-            to.at(first_row + r, column) = *reinterpret_cast<const R*>(
-                own + Layout::at(r, column / kWide) + column % kWide * int(sizeof(R)));
-    }
-}
 
 // ---------------------------------------------------------------------------------------- softmax
 
@@ -191,30 +26,34 @@ constexpr float kLogOf2 = 0.693147181f;
 // seldom happens after the first keys, and the weights are as exact either way. Each row decides
 // by its own scores alone.
 constexpr float kSlack = 8;
+// The reference of a row that has seen no key: below all scores.
+constexpr float kNoReference = -3.4028234663852886e38f;
 
 // The online softmax of one row in base 2. Scores come times 1 / unit; each lane has the normalizer
 // of its own keys.
 struct MmaRow {
-    float reference;  // exponents are relative to it; 0 while no key was seen
-    float limit;      // scores above it raise the reference
+    float reference;  // exponents are relative to it
     float l;
 
     // A sink is a logit before all keys that has no value; it counts in one lane. +inf, like NaN,
     // makes l NaN.
-    __device__ __forceinline__ void begin(float sink, bool counts, float unit, float slack) {
+    __device__ __forceinline__ void begin(float sink, bool counts) {
         const bool present = sink != -infinity<float>();
-        reference = present ? sink * kLog2OfE : 0;
-        limit = present ? sink * kLog2OfE / unit + slack : sink;
+        reference = present ? sink * kLog2OfE : kNoReference;
         l = present && counts ? 1 + (sink - sink) : 0;
     }
 
-    // Returns the factor of sums relative to the reference before.
-    __device__ __forceinline__ float raise(float score, float unit, float slack) {
-        if (!(score > limit)) return 1;
+    // Whether the weight of a score would be too large.
+    __device__ __forceinline__ bool is_passed_by(float score, float unit) const {
+        return multiply_add(score, unit, -reference) > kSlack;
+    }
+
+    // Makes room for a score. Returns the factor of sums relative to the reference before.
+    __device__ __forceinline__ float raise(float score, float unit) {
+        if (!is_passed_by(score, unit)) return 1;
         const float before = reference;
         reference = score * unit;
-        const float factor = limit == -infinity<float>() ? 0 : exp2_approximate(before - reference);
-        limit = score + slack;
+        const float factor = exp2_approximate(before - reference);
         l *= factor;
         return factor;
     }
@@ -231,21 +70,25 @@ __device__ __forceinline__ float reduce_quad(float x, Combine combine) {
     return combine(x, __shfl_xor_sync(kFullWarp, x, 2));
 }
 
-// Which of a block's key tiles some row of a warp sees, and all rows see; counted from the block's
-// first tile.
-struct WarpTiles {
+// Which of a block's key tiles begin..end - 1 some row of a warp sees, and all rows see; counted
+// from the block's first tile.
+struct alignas(16) WarpTiles {
     int begin, end, whole_begin, whole_end;
 
     template <typename Score>
-    __device__ __forceinline__ WarpTiles(const Score& score, int64 first_row, int rows,
-                                         const TileRange& tiles, int keys) {
+    static __device__ __forceinline__ WarpTiles of(const Score& score, int64 first_row, int rows,
+                                                   const TileRange& tiles, int keys) {
         const KeyRange any = score.range_of_any(first_row, first_row + rows);
         const KeyRange all = score.range_of_all(first_row, first_row + rows);
-        const bool empty = any.last < any.first;
-        begin = relative(any.first / keys, tiles);
-        end = empty ? begin : relative(any.last / keys + 1, tiles);
-        whole_begin = relative((all.first + keys - 1) / keys, tiles);
-        whole_end = relative((all.last + 1) / keys, tiles);
+        const int begin = relative(any.first / keys, tiles);
+        return {begin, any.last < any.first ? begin : relative(any.last / keys + 1, tiles),
+                relative((all.first + keys - 1) / keys, tiles),
+                relative((all.last + 1) / keys, tiles)};
+    }
+
+    __device__ __forceinline__ bool has(int tile) const { return tile >= begin && tile < end; }
+    __device__ __forceinline__ bool has_whole(int tile) const {
+        return tile >= whole_begin && tile < whole_end;
     }
 
   private:
@@ -259,8 +102,7 @@ struct WarpTiles {
 template <typename Tile, typename T, typename Score, typename RowOf>
 __device__ __forceinline__ void change_scores(float (&s)[Tile::kRowTiles][Tile::kKeyTiles][4],
                                               const BlockWork<T, Score>& block, int64 first_key,
-                                              bool whole, RowOf row_of) {
-    if (!Score::kPerPair && whole) return;
+                                              RowOf row_of) {
     const int own_key = 2 * (threadIdx.x % 4);
     auto column_of = [](int j) { return 8 * (j / 2) + j % 2; };
 #pragma unroll
@@ -308,45 +150,71 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     const int warp_row = threadIdx.x / 32 * Tile::kWarpRows;
     auto row_of = [&](int i) { return block.first_row + warp_row + 8 * i + lane / 4; };
     const int tiles = int(block.tiles.end - block.tiles.begin);
-    const WarpTiles mine(block.score, block.first_row + warp_row, Tile::kWarpRows, block.tiles,
-                         kKeys);
+    // In shared memory, and one for each warp, which then need not wait for another.
+    __shared__ WarpTiles seen_tiles[kThreads / 32], copied_tiles[kThreads / 32];
+    WarpTiles& seen = seen_tiles[threadIdx.x / 32];
+    WarpTiles& copied = copied_tiles[threadIdx.x / 32];
+    if (lane == 0) {
+        seen = WarpTiles::of(block.score, block.first_row + warp_row, Tile::kWarpRows, block.tiles,
+                             kKeys);
+        const bool filled = has_aligned_rows(block.k) && has_aligned_rows(block.v) &&
+                            p.features == kFeatures && p.values == kValues;
+        copied = {0, tiles, filled ? block.any.first > block.tiles.begin * kKeys : 0,
+                  filled ? tiles - (block.any.last + 1 < block.tiles.end * kKeys) : 0};
+    }
+    __syncwarp();
     const float unit = Score::kPerPair ? kLog2OfE : block.score.scale * kLog2OfE;
-    const float slack = kSlack / unit;
 
-    // Where a lane's rows of 8x8 matrices begin.
-    const unsigned own_queries =
-        shared_address(queries) + Features::at(warp_row + lane % 16, lane / 16);
-    const unsigned own_keys =
-        shared_address(keys) + Features::at(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-    const unsigned own_values = shared_address(values) + Values::at(lane % 16, lane / 16);
+    const unsigned queries_at = shared_address(shared), keys_at = queries_at + Tile::kQueryBytes;
+    const unsigned values_at = keys_at + 2 * Tile::kKeyBytes;
+    // Where in a 16 x 16 part of a tile a lane's row of an 8 x 8 matrix begins. A right operand is
+    // two matrices in neighbouring registers: keys and values come in the order that gives that.
+    const unsigned own_query = Features::at(warp_row + lane % 16, lane / 16);
+    const unsigned own_key = Features::at(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const unsigned own_value = Values::at(lane % 16, lane / 16);
 
-    auto load_tile = [&](int tile, bool finite_only) {
+    RowCopies<kKeys, kFeatures, kThreads, T> key_copies(block.k, block.tiles.begin * kKeys);
+    RowCopies<kKeys, kValues, kThreads, T> value_copies(block.v, block.tiles.begin * kKeys);
+    auto load_tile = [&](int tile) {
+        const unsigned key_shift = (tile & 1) * Tile::kKeyBytes;
+        const unsigned value_shift = (tile & 1) * Tile::kValueBytes;
+        if (__builtin_expect(copied.has_whole(tile), 1)) {
+            key_copies.start(keys_at + key_shift, p.k.row_stride);
+            value_copies.start(values_at + value_shift, p.v.row_stride);
+            return;
+        }
         const int64 first_key = (block.tiles.begin + tile) * kKeys;
         const int begin = int(clamp(block.any.first - first_key, 0, kKeys));
         const int end = int(clamp(block.any.last + 1 - first_key, 0, kKeys));
-        load_rows<kKeys, kFeatures, kThreads>(keys + tile % 2 * Tile::kKeyBytes, block.k, first_key,
-                                              begin, end, p.features);
-        load_rows<kKeys, kValues, kThreads>(values + tile % 2 * Tile::kValueBytes, block.v,
-                                            first_key, begin, end, p.values, finite_only);
+        if (has_aligned_rows(block.k) && has_aligned_rows(block.v)) {
+            key_copies.start_part(keys_at + key_shift, p.k.row_stride, begin, end, int(p.features));
+            value_copies.start_part(values_at + value_shift, p.v.row_stride, begin, end,
+                                    int(p.values));
+        } else {
+            copy_elements<kKeys, kFeatures, kThreads>(keys + key_shift, block.k, first_key, begin,
+                                                      end, int(p.features));
+            copy_elements<kKeys, kValues, kThreads>(values + value_shift, block.v, first_key, begin,
+                                                    end, int(p.values));
+        }
     };
     auto load_query_step = [&](unsigned (&a)[kRowTiles][4], int step) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m)
-            load_matrices(a[m], Features::advance(own_queries, step) + m * 16 * Features::kPitch);
+            load_matrices(a[m], queries_at + Features::advance(own_query, step) +
+                                    m * 16 * Features::kPitch);
     };
 
     unsigned held[Tile::kQueriesHeld ? Tile::kFeatureSteps : 1][kRowTiles][4];
     if (tiles > 0) {
-        load_rows<Tile::kQueries, kFeatures, kThreads>(
-            queries, block.q, block.first_row, 0, int(block.end_row - block.first_row), p.features);
-        commit_copies();
-        if constexpr (Tile::kQueriesHeld) {
-            wait_for_copies<0>();
-            __syncthreads();
-#pragma unroll
-            for (int step = 0; step < Tile::kFeatureSteps; ++step)
-                load_query_step(held[step], step);
-        }
+        const int rows = int(block.end_row - block.first_row);
+        RowCopies<Tile::kQueries, kFeatures, kThreads, T> copies(block.q, block.first_row);
+        if (!has_aligned_rows(block.q))
+            copy_elements<Tile::kQueries, kFeatures, kThreads>(queries, block.q, block.first_row, 0,
+                                                               rows, int(p.features));
+        else if (rows == Tile::kQueries && p.features == kFeatures)
+            copies.start(queries_at, p.q.row_stride);
+        else
+            copies.start_part(queries_at, p.q.row_stride, 0, rows, int(p.features));
     }
 
     MmaRow state[kRows];
@@ -354,10 +222,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     unsigned damaged = 0;  // bit i: row i met a non-finite value in a column of this thread
 
     // A second turn only after non-finite values: see lib/nonfinite.cuh.
+#pragma unroll 1
     for (int turn = 0; turn < 2; ++turn) {
         const float sink = block.work.split == 0 ? block.score.sink : -infinity<float>();
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) state[i].begin(sink, lane % 4 == 0, unit, slack);
+        for (int i = 0; i < kRows; ++i) state[i].begin(sink, lane % 4 == 0);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -365,18 +234,34 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) out[m][j][e] = 0;
 
-        if (tiles > 0) load_tile(0, turn > 0);
-        commit_copies();
 #pragma unroll 1
-        for (int tile = 0; tile < tiles; ++tile) {
-            wait_for_copies<0>();
-            __syncthreads();  // the tile is there, and everyone is done with the one before
-            if (tile + 1 < tiles) load_tile(tile + 1, turn > 0);
+        for (int tile = -1; tile < tiles; ++tile) {
+            if (tile >= 0) {
+                wait_for_copies<0>();
+                if (turn > 0) {
+                    __syncthreads();
+                    keep_finite<kKeys, kValues, kThreads, T>(values +
+                                                             (tile & 1) * Tile::kValueBytes);
+                }
+                __syncthreads();  // the tile is there, and everyone is done with the one before
+            }
+            if (tile + 1 < tiles) {
+                load_tile(tile + 1);
+                key_copies.advance(p.k.row_stride, 1);
+                value_copies.advance(p.v.row_stride, 1);
+            }
             commit_copies();
-            if (tile < mine.begin || tile >= mine.end) continue;
+            if constexpr (Tile::kQueriesHeld) {
+                if (tile == 0) {
+#pragma unroll
+                    for (int step = 0; step < Tile::kFeatureSteps; ++step)
+                        load_query_step(held[step], step);
+                }
+            }
+            if (!seen.has(tile)) continue;
 
+            const unsigned tile_keys = keys_at + (tile & 1) * Tile::kKeyBytes;
             float s[kRowTiles][kKeyTiles][4] = {};
-            const unsigned tile_keys = own_keys + tile % 2 * Tile::kKeyBytes;
 #pragma unroll
             for (int step = 0; step < Tile::kFeatureSteps; ++step) {
                 unsigned read[kRowTiles][4];
@@ -385,7 +270,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll
                 for (int j = 0; j < kKeyTiles; j += 2) {
                     unsigned b[4];
-                    load_matrices(b, Features::advance(tile_keys, step) + j * 8 * Features::kPitch);
+                    load_matrices(b, tile_keys + Features::advance(own_key, step) +
+                                         j * 8 * Features::kPitch);
 #pragma unroll
                     for (int m = 0; m < kRowTiles; ++m) {
                         Product::add(s[m][j], a[m], b[0], b[1]);
@@ -393,13 +279,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                     }
                 }
             }
+            if (Score::kPerPair || !seen.has_whole(tile))
+                change_scores<Tile>(s, block, (block.tiles.begin + tile) * kKeys, row_of);
 
-            const int64 first_key = (block.tiles.begin + tile) * kKeys;
-            const bool whole = tile >= mine.whole_begin && tile < mine.whole_end;
-            change_scores<Tile>(s, block, first_key, whole, row_of);
-
-            float top[kRows];
-            bool rises = false;
+            float top[kRows];  // of the keys of this thread alone, until a row needs more
+            bool passed = false;
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 top[i] = -infinity<float>();
@@ -408,13 +292,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll
                     for (int e = 0; e < 2; ++e)
                         top[i] = maximum(top[i], s[i / 2][j][i % 2 * 2 + e]);
-                rises |= top[i] > state[i].limit;
+                passed |= state[i].is_passed_by(top[i], unit);
             }
-            if (__any_sync(kFullWarp, rises)) {
+            if (__any_sync(kFullWarp, passed)) {
 #pragma unroll
                 for (int i = 0; i < kRows; ++i) {
                     top[i] = reduce_quad(top[i], [](float a, float b) { return maximum(a, b); });
-                    const float factor = state[i].raise(top[i], unit, slack);
+                    const float factor = state[i].raise(top[i], unit);
 #pragma unroll
                     for (int j = 0; j < kValueTiles; ++j)
 #pragma unroll
@@ -422,17 +306,20 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 }
             }
 #pragma unroll
-            for (int i = 0; i < kRows; ++i)
+            for (int i = 0; i < kRows; ++i) {
+                float sum = 0;
 #pragma unroll
                 for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         float& x = s[i / 2][j][i % 2 * 2 + e];
                         x = state[i].weight(x, unit);
-                        state[i].l += x;
+                        sum += x;
                     }
+                state[i].l += sum;
+            }
 
-            const unsigned tile_values = own_values + tile % 2 * Tile::kValueBytes;
+            const unsigned tile_values = values_at + (tile & 1) * Tile::kValueBytes;
 #pragma unroll
             for (int step = 0; step < kKeyTiles / 2; ++step) {
                 unsigned a[kRowTiles][4];
@@ -446,8 +333,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll
                 for (int j = 0; j < kValueTiles; j += 2) {
                     unsigned b[4];
-                    load_transposed_matrices(
-                        b, Values::advance(tile_values, j / 2) + step * 16 * Values::kPitch);
+                    load_transposed_matrices(b, tile_values + Values::advance(own_value, j / 2) +
+                                                    step * 16 * Values::kPitch);
 #pragma unroll
                     for (int m = 0; m < kRowTiles; ++m) {
                         Product::add(out[m][j], a[m], b[0], b[1]);
@@ -463,36 +350,46 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         if (turn > 0) break;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            bool finite = true;
+            float zero = 0;  // times NaN or inf it is NaN
 #pragma unroll
             for (int j = 0; j < kValueTiles; ++j)
 #pragma unroll
-                for (int e = 0; e < 2; ++e) finite &= is_finite(out[i / 2][j][i % 2 * 2 + e]);
-            if (!finite && is_finite(state[i].l) && block.score.is_used(row_of(i)))
+                for (int e = 0; e < 2; ++e)
+                    zero = multiply_add(out[i / 2][j][i % 2 * 2 + e], 0, zero);
+            if (zero != 0 && is_finite(state[i].l) && block.score.is_used(row_of(i)))
                 damaged |= 1u << i;
         }
         if (damaged) block.redo = 1;
         __syncthreads();
         if (!block.redo) break;
+        key_copies.advance(p.k.row_stride, -tiles);
+        value_copies.advance(p.v.row_stride, -tiles);
     }
     if (block.redo) __syncthreads();  // everyone is done with shared memory
 
     const Output<T> output(p, block.index, block.work.split);
+    // Of its quad's rows, a lane finishes one.
+    const int own = lane % 4;
+    MmaRow finished = state[0];
+#pragma unroll
+    for (int i = 1; i < kRows; ++i)
+        if (own == i) finished = state[i];
+    const int64 own_row = row_of(own);
+    const float l = block.score.is_used(own_row) ? finished.l : 0;
+    const float inverse = l == 0 ? 0 : 1 / l;
+    if (own < kRows && own_row < block.end_row)
+        output.store_lse(own_row, l == 0 ? -infinity<float>()
+                                         : multiply_add(finished.reference, kLogOf2, logarithm(l)));
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        const int64 row = row_of(i);
-        const float l = block.score.is_used(row) ? state[i].l : 0;
-        const float inverse = 1 / l;
+        const float factor = __shfl_sync(kFullWarp, inverse, lane / 4 * 4 + i);
 #pragma unroll
         for (int j = 0; j < kValueTiles; ++j)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 float& x = out[i / 2][j][i % 2 * 2 + e];
-                x = l == 0 ? 0 : x * inverse;
+                x = factor == 0 ? 0 : x * factor;
             }
-        if (lane % 4 == 0 && row < block.end_row)
-            output.store_lse(row, l == 0 ? -infinity<float>()
-                                         : multiply_add(state[i].reference, kLogOf2, logarithm(l)));
     }
     const int64 first_row = block.first_row + warp_row;
     const int rows = int(clamp(block.end_row - first_row, 0, Tile::kWarpRows));
@@ -515,11 +412,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             if (r == i) reference = state[r].reference;
         reference = __shfl_sync(kFullWarp, reference, __ffs(owners) - 1);
         const int64 row = block.first_row + warp_row + own;
-        KeyRange seen = block.score.range(row);
-        seen.first = max(seen.first, block.tiles.begin * kKeys);
-        seen.last = min(seen.last, block.tiles.end * kKeys - 1);
+        KeyRange keys_seen = block.score.range(row);
+        keys_seen.first = max(keys_seen.first, block.tiles.begin * kKeys);
+        keys_seen.last = min(keys_seen.last, block.tiles.end * kKeys - 1);
         add_nonfinite(
-            block.q, block.k, block.v, p.features, 0, p.values, row, seen, block.score,
+            block.q, block.k, block.v, p.features, 0, p.values, row, keys_seen, block.score,
             [&](float s) { return exp2_approximate(multiply_add(s, kLog2OfE, -reference)); },
             [&](int64 column, float x) { output.store(row, column, x); });
     }

@@ -240,4 +240,12 @@ __device__ __forceinline__ bool is_vector_aligned(const T* pointer) {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 
+// The thread's number, of which the compiler knows nothing: what is computed from it stays where it
+// is, while invariants of a rare path would be computed before the loop and take registers in it.
+__device__ __forceinline__ int thread_here() {
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return thread;
+}
+
 }  // namespace cuflash
