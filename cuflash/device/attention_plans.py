@@ -209,7 +209,7 @@ def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     for choice, score in product(SIMT_TILES, _SCORES):
         if choice.accumulator == acc.name:
             yield _forward_simt(dtype, score, choice.tile)
-    yield from mma_kernels(dtype, _SCORES)
+    yield from mma_kernels(dtype)
     for parts in ("ListedParts", "EvenParts"):
         yield _combine(f"combine<{C_TYPES[acc.name]}, cuflash::{parts}>")
     yield _combine(f"combine_states<{C_TYPES[acc.name]}>")
@@ -238,8 +238,9 @@ def _forward(problem: AttentionProblem, limits: DeviceLimits) -> _Forward:
     if method == "auto":
         method = attention_methods(problem, limits)[0]
     if method == "mma":
-        mma = mma_tile(problem, limits)
-        kernel = forward_mma(problem.dtype, mma_score(problem, score), mma)
+        score = mma_score(problem, score)
+        mma = mma_tile(problem, score, limits)
+        kernel = forward_mma(problem.dtype, score, mma)
         return _Forward(method, mma, kernel, 32 * mma.warps, mma.shared_bytes, True)
     tile = simt_tile(problem, limits)
     held = _held_chunks(problem, tile, limits)

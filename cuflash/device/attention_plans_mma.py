@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -51,10 +51,15 @@ class MmaTile:
 
 
 class MmaChoice(NamedTuple):
-    """A row of the table: the most features and value columns that take the tile."""
+    """A row of the table: the most queries, features and value columns that take the tile.
 
+    `steps` tells whether scores may have steps, which need registers of their own.
+    """
+
+    queries: float
     features: int
     values: int
+    steps: bool
     tile: MmaTile
     reason: str
 
@@ -62,34 +67,48 @@ class MmaChoice(NamedTuple):
 #: The first row that fits a problem, and whose blocks a multiprocessor has room for, is taken.
 MMA_TILES = (
     MmaChoice(
-        32, 32, MmaTile(2, 4, 64, 32, 32, True, 2),
+        math.inf, 32, 32, True, MmaTile(2, 4, 64, 32, 32, True, 2),
         "32 rows a warp: each fragment of keys and values read from shared memory serves two "
         "products",
     ),
-    MmaChoice(64, 64, MmaTile(2, 4, 64, 64, 64, True, 2), "as above"),
     MmaChoice(
-        96, 96, MmaTile(2, 4, 64, 96, 96, False, 2),
+        1024, 64, 64, False, MmaTile(1, 4, 64, 64, 64, False, 4),
+        "short rows wait for their first keys and for their results to leave: twice the blocks",
+    ),
+    MmaChoice(math.inf, 64, 64, True, MmaTile(2, 4, 64, 64, 64, True, 2), "as for 32 features"),
+    MmaChoice(
+        math.inf, 96, 96, True, MmaTile(2, 4, 64, 96, 96, False, 2),
         "the sums of 32 rows leave no registers to hold queries in",
     ),
-    MmaChoice(128, 128, MmaTile(2, 4, 64, 128, 128, False, 2), "as above"),
     MmaChoice(
-        128, 128, MmaTile(2, 4, 32, 128, 128, False, 2),
-        "half the keys: two blocks in 164 KB (sm_80)",
+        math.inf, 128, 128, False, MmaTile(2, 4, 64, 128, 128, False, 2), "as above"
     ),
     MmaChoice(
-        192, 128, MmaTile(2, 4, 32, 192, 128, False, 2),
+        math.inf, 128, 128, True, MmaTile(2, 4, 32, 128, 128, False, 2),
+        "half the keys: registers for steps, and two blocks in 164 KB (sm_80)",
+    ),
+    MmaChoice(
+        math.inf, 192, 128, True, MmaTile(2, 4, 32, 192, 128, False, 2),
         "as for 128 features; 32 keys leave room for two blocks",
     ),
     MmaChoice(
-        256, 256, MmaTile(1, 8, 64, 256, 256, False, 1),
+        math.inf, 256, 256, True, MmaTile(1, 8, 64, 256, 256, False, 1),
         "16 rows a warp: their sums take 128 registers",
     ),
     MmaChoice(
-        256, 256, MmaTile(1, 4, 32, 256, 256, False, 1),
+        math.inf, 256, 256, True, MmaTile(1, 4, 32, 256, 256, False, 1),
         "what fits in the 99 KB of sm_86 and sm_89",
     ),
 )  # fmt: skip
 
+#: Score pipelines without steps, and those with a single one, by the option that is the step.
+_BOUNDS = ("PlainScore", "RangedScore")
+_SINGLE_STEPS = {
+    "softcap": "SoftcapScore",
+    "bias": "BiasScore",
+    "alibi_slopes": "AlibiScore",
+    "mask": "MaskScore",
+}
 #: The widest heads there is a tile for.
 WIDEST = 256
 #: Shared memory of a block that is not its own dynamic one: 1 KB of the system, and `BlockWork`.
@@ -108,17 +127,23 @@ def mma_runs(problem: AttentionProblem, limits: DeviceLimits) -> bool:
 
 
 def mma_score(problem: AttentionProblem, score: str) -> str:
-    """Return the score pipeline, given the least one: a scale that cannot be folded is a step."""
+    """Return the score pipeline, given the least of those that every family has."""
+    steps = [name for name in _SINGLE_STEPS if getattr(problem, name) is not None]
+    if len(steps) == 1:
+        return _SINGLE_STEPS[steps[0]]
     least, most = _FOLDABLE
-    return score if least <= problem.scale <= most else "FullScore"
+    return score if least <= problem.scale <= most else "FullScore"  # other scales are a step
 
 
-def mma_tile(problem: AttentionProblem, limits: DeviceLimits) -> MmaTile:
+def mma_tile(problem: AttentionProblem, score: str, limits: DeviceLimits) -> MmaTile:
     """Return the first tile of the table that fits the problem and the device."""
     fitting = [
         choice.tile
         for choice in MMA_TILES
-        if problem.d <= choice.features and problem.dv <= choice.values
+        if problem.mean_tq <= choice.queries
+        and problem.d <= choice.features
+        and problem.dv <= choice.values
+        and (choice.steps or score in _BOUNDS)
     ]
     for tile in fitting:
         needed = tile.shared_bytes + _RESERVED_SHARED
@@ -135,8 +160,10 @@ def forward_mma(dtype: np.dtype, score: str, tile: MmaTile) -> KernelName:
     )
 
 
-def mma_kernels(dtype: np.dtype, scores: tuple[str, ...]) -> Iterator[KernelName]:
+def mma_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     """Yield every kernel that a plan for q, k, v of this dtype can launch."""
     if dtype.itemsize == 2:
-        for choice, score in product(MMA_TILES, scores):
-            yield forward_mma(dtype, score, choice.tile)
+        steps = (*_SINGLE_STEPS.values(), "FullScore")
+        for choice in MMA_TILES:
+            for score in _BOUNDS + steps * choice.steps:
+                yield forward_mma(dtype, score, choice.tile)

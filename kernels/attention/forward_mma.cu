@@ -74,6 +74,7 @@ __device__ __forceinline__ float reduce_quad(float x, Combine combine) {
 // from the block's first tile.
 struct alignas(16) WarpTiles {
     int begin, end, whole_begin, whole_end;
+    bool again;  // in the second turn over the keys
 
     template <typename Score>
     static __device__ __forceinline__ WarpTiles of(const Score& score, int64 first_row, int rows,
@@ -83,7 +84,7 @@ struct alignas(16) WarpTiles {
         const int begin = relative(any.first / keys, tiles);
         return {begin, any.last < any.first ? begin : relative(any.last / keys + 1, tiles),
                 relative((all.first + keys - 1) / keys, tiles),
-                relative((all.last + 1) / keys, tiles)};
+                relative((all.last + 1) / keys, tiles), false};
     }
 
     __device__ __forceinline__ bool has(int tile) const { return tile >= begin && tile < end; }
@@ -97,29 +98,38 @@ struct alignas(16) WarpTiles {
     }
 };
 
+// A thread has two neighbours of each 8 keys. Bit j of the result: its key j comes before `end`.
+__device__ __forceinline__ unsigned own_keys_below(int end) {
+    const int own_key = 2 * (threadIdx.x % 4);
+    const int count = end / 8 * 2 + min(max(end % 8 - own_key, 0), 2);
+    return count < 32 ? (1u << count) - 1 : ~0u;
+}
+
 // Turns a thread's dot products with the keys of a tile into scores, -inf where unseen; without
 // steps the scale is left to `MmaRow`.
 template <typename Tile, typename T, typename Score, typename RowOf>
 __device__ __forceinline__ void change_scores(float (&s)[Tile::kRowTiles][Tile::kKeyTiles][4],
                                               const BlockWork<T, Score>& block, int64 first_key,
-                                              RowOf row_of) {
+                                              bool whole, RowOf row_of) {
+    static_assert(2 * Tile::kKeyTiles <= 32, "a bit for each");
     const int own_key = 2 * (threadIdx.x % 4);
     auto column_of = [](int j) { return 8 * (j / 2) + j % 2; };
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
         const KeyRange seen = block.score.range(row_of(i));
-        const RowPairs pairs{row_of(i), first_key + own_key,
-                             int(clamp(seen.first - first_key, 0, Tile::kKeys)) - own_key,
-                             int(clamp(seen.last + 1 - first_key, 0, Tile::kKeys)) - own_key};
+        const int low = int(clamp(seen.first - first_key, 0, Tile::kKeys));
+        const int high = int(clamp(seen.last + 1 - first_key, low, Tile::kKeys));
+        const RowPairs pairs{row_of(i), first_key + own_key, low - own_key, high - low};
         float row[2 * Tile::kKeyTiles];
 #pragma unroll
         for (int j = 0; j < 2 * Tile::kKeyTiles; ++j) row[j] = s[i / 2][j / 2][i % 2 * 2 + j % 2];
-        if constexpr (Score::kPerPair) {
-            block.score.change_row(row, pairs, column_of);
-        } else {
+        if constexpr (Score::kPerPair) block.score.change_row(row, pairs, column_of);
+        if (!whole) {
+            // Bits are as few registers as a row's predicates would be many.
+            const unsigned shown = own_keys_below(high) & ~own_keys_below(low);
 #pragma unroll
             for (int j = 0; j < 2 * Tile::kKeyTiles; ++j)
-                if (!pairs.has(column_of(j))) row[j] = -infinity<float>();
+                if (!(shown >> j & 1)) row[j] = -infinity<float>();
         }
 #pragma unroll
         for (int j = 0; j < 2 * Tile::kKeyTiles; ++j) s[i / 2][j / 2][i % 2 * 2 + j % 2] = row[j];
@@ -150,46 +160,48 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     const int warp_row = threadIdx.x / 32 * Tile::kWarpRows;
     auto row_of = [&](int i) { return block.first_row + warp_row + 8 * i + lane / 4; };
     const int tiles = int(block.tiles.end - block.tiles.begin);
-    // In shared memory, and one for each warp, which then need not wait for another.
-    __shared__ WarpTiles seen_tiles[kThreads / 32], copied_tiles[kThreads / 32];
-    WarpTiles& seen = seen_tiles[threadIdx.x / 32];
-    WarpTiles& copied = copied_tiles[threadIdx.x / 32];
-    if (lane == 0) {
+    // What the loop seldom needs lies in shared memory: registers are few.
+    __shared__ WarpTiles tiles_of_warp[kThreads / 32];
+    __shared__ unsigned damaged_rows[kThreads];  // bit i: NaN or inf in columns of row i
+    WarpTiles& seen = tiles_of_warp[threadIdx.x / 32];
+    if (lane == 0)
         seen = WarpTiles::of(block.score, block.first_row + warp_row, Tile::kWarpRows, block.tiles,
                              kKeys);
-        const bool filled = has_aligned_rows(block.k) && has_aligned_rows(block.v) &&
-                            p.features == kFeatures && p.values == kValues;
-        copied = {0, tiles, filled ? block.any.first > block.tiles.begin * kKeys : 0,
-                  filled ? tiles - (block.any.last + 1 < block.tiles.end * kKeys) : 0};
-    }
     __syncwarp();
+    // Tiles before this one are copied whole. What no row sees in the first of them is a key, and a
+    // value that is not finite there is found in the end.
+    const bool filled = has_aligned_rows(block.k) && has_aligned_rows(block.v) &&
+                        p.features == kFeatures && p.values == kValues;
+    const int whole_end = filled ? tiles - (block.any.last + 1 < block.tiles.end * kKeys) : 0;
     const float unit = Score::kPerPair ? kLog2OfE : block.score.scale * kLog2OfE;
 
-    const unsigned queries_at = shared_address(shared), keys_at = queries_at + Tile::kQueryBytes;
+    // Where a lane's rows of 8 x 8 matrices begin. A right operand is two matrices in neighbouring
+    // registers: keys and values come in the order that gives that.
+    const unsigned keys_at = here(shared_address(keys));
     const unsigned values_at = keys_at + 2 * Tile::kKeyBytes;
-    // Where in a 16 x 16 part of a tile a lane's row of an 8 x 8 matrix begins. A right operand is
-    // two matrices in neighbouring registers: keys and values come in the order that gives that.
-    const unsigned own_query = Features::at(warp_row + lane % 16, lane / 16);
-    const unsigned own_key = Features::at(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-    const unsigned own_value = Values::at(lane % 16, lane / 16);
+    const unsigned own_query =
+        here(shared_address(queries) + Features::at(warp_row + lane % 16, lane / 16));
+    const unsigned own_key = here(keys_at + Features::at(lane % 8 + lane / 16 * 8, lane / 8 % 2));
+    const unsigned own_value = here(values_at + Values::at(lane % 16, lane / 16));
 
-    RowCopies<kKeys, kFeatures, kThreads, T> key_copies(block.k, block.tiles.begin * kKeys);
-    RowCopies<kKeys, kValues, kThreads, T> value_copies(block.v, block.tiles.begin * kKeys);
+    RowCopies<kKeys, kFeatures, kThreads, T> key_copies(keys_at, block.k,
+                                                        block.tiles.begin * kKeys);
+    RowCopies<kKeys, kValues, kThreads, T> value_copies(values_at, block.v,
+                                                        block.tiles.begin * kKeys);
     auto load_tile = [&](int tile) {
         const unsigned key_shift = (tile & 1) * Tile::kKeyBytes;
         const unsigned value_shift = (tile & 1) * Tile::kValueBytes;
-        if (__builtin_expect(copied.has_whole(tile), 1)) {
-            key_copies.start(keys_at + key_shift, p.k.row_stride);
-            value_copies.start(values_at + value_shift, p.v.row_stride);
+        if (__builtin_expect(tile < whole_end, 1)) {
+            key_copies.start(key_shift, p.k.row_stride);
+            value_copies.start(value_shift, p.v.row_stride);
             return;
         }
         const int64 first_key = (block.tiles.begin + tile) * kKeys;
         const int begin = int(clamp(block.any.first - first_key, 0, kKeys));
         const int end = int(clamp(block.any.last + 1 - first_key, 0, kKeys));
         if (has_aligned_rows(block.k) && has_aligned_rows(block.v)) {
-            key_copies.start_part(keys_at + key_shift, p.k.row_stride, begin, end, int(p.features));
-            value_copies.start_part(values_at + value_shift, p.v.row_stride, begin, end,
-                                    int(p.values));
+            key_copies.start_part(key_shift, p.k.row_stride, begin, end, int(p.features));
+            value_copies.start_part(value_shift, p.v.row_stride, begin, end, int(p.values));
         } else {
             copy_elements<kKeys, kFeatures, kThreads>(keys + key_shift, block.k, first_key, begin,
                                                       end, int(p.features));
@@ -200,30 +212,29 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     auto load_query_step = [&](unsigned (&a)[kRowTiles][4], int step) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m)
-            load_matrices(a[m], queries_at + Features::advance(own_query, step) +
-                                    m * 16 * Features::kPitch);
+            load_matrices(a[m], Features::advance(own_query, step) + m * 16 * Features::kPitch);
     };
 
     unsigned held[Tile::kQueriesHeld ? Tile::kFeatureSteps : 1][kRowTiles][4];
     if (tiles > 0) {
         const int rows = int(block.end_row - block.first_row);
-        RowCopies<Tile::kQueries, kFeatures, kThreads, T> copies(block.q, block.first_row);
+        RowCopies<Tile::kQueries, kFeatures, kThreads, T> copies(shared_address(queries), block.q,
+                                                                 block.first_row);
         if (!has_aligned_rows(block.q))
             copy_elements<Tile::kQueries, kFeatures, kThreads>(queries, block.q, block.first_row, 0,
                                                                rows, int(p.features));
         else if (rows == Tile::kQueries && p.features == kFeatures)
-            copies.start(queries_at, p.q.row_stride);
+            copies.start(0, p.q.row_stride);
         else
-            copies.start_part(queries_at, p.q.row_stride, 0, rows, int(p.features));
+            copies.start_part(0, p.q.row_stride, 0, rows, int(p.features));
     }
 
     MmaRow state[kRows];
     float out[kRowTiles][kValueTiles][4];
-    unsigned damaged = 0;  // bit i: row i met a non-finite value in a column of this thread
 
     // A second turn only after non-finite values: see lib/nonfinite.cuh.
 #pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
+    for (;;) {
         const float sink = block.work.split == 0 ? block.score.sink : -infinity<float>();
 #pragma unroll
         for (int i = 0; i < kRows; ++i) state[i].begin(sink, lane % 4 == 0);
@@ -236,9 +247,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
 #pragma unroll 1
         for (int tile = -1; tile < tiles; ++tile) {
+            const bool shown = seen.has(tile), whole = seen.has_whole(tile), again = seen.again;
             if (tile >= 0) {
                 wait_for_copies<0>();
-                if (turn > 0) {
+                if (again) {
                     __syncthreads();
                     keep_finite<kKeys, kValues, kThreads, T>(values +
                                                              (tile & 1) * Tile::kValueBytes);
@@ -258,9 +270,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                         load_query_step(held[step], step);
                 }
             }
-            if (!seen.has(tile)) continue;
+            if (!shown) continue;
 
-            const unsigned tile_keys = keys_at + (tile & 1) * Tile::kKeyBytes;
+            const unsigned tile_keys = own_key + (tile & 1) * Tile::kKeyBytes;
             float s[kRowTiles][kKeyTiles][4] = {};
 #pragma unroll
             for (int step = 0; step < Tile::kFeatureSteps; ++step) {
@@ -270,8 +282,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll
                 for (int j = 0; j < kKeyTiles; j += 2) {
                     unsigned b[4];
-                    load_matrices(b, tile_keys + Features::advance(own_key, step) +
-                                         j * 8 * Features::kPitch);
+                    load_matrices(b, Features::advance(tile_keys, step) + j * 8 * Features::kPitch);
 #pragma unroll
                     for (int m = 0; m < kRowTiles; ++m) {
                         Product::add(s[m][j], a[m], b[0], b[1]);
@@ -279,8 +290,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                     }
                 }
             }
-            if (Score::kPerPair || !seen.has_whole(tile))
-                change_scores<Tile>(s, block, (block.tiles.begin + tile) * kKeys, row_of);
+            if (Score::kPerPair || !whole)
+                change_scores<Tile>(s, block, (block.tiles.begin + tile) * kKeys, whole, row_of);
 
             float top[kRows];  // of the keys of this thread alone, until a row needs more
             bool passed = false;
@@ -319,7 +330,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 state[i].l += sum;
             }
 
-            const unsigned tile_values = values_at + (tile & 1) * Tile::kValueBytes;
+            const unsigned tile_values = own_value + (tile & 1) * Tile::kValueBytes;
 #pragma unroll
             for (int step = 0; step < kKeyTiles / 2; ++step) {
                 unsigned a[kRowTiles][4];
@@ -333,8 +344,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll
                 for (int j = 0; j < kValueTiles; j += 2) {
                     unsigned b[4];
-                    load_transposed_matrices(b, tile_values + Values::advance(own_value, j / 2) +
-                                                    step * 16 * Values::kPitch);
+                    load_transposed_matrices(
+                        b, Values::advance(tile_values, j / 2) + step * 16 * Values::kPitch);
 #pragma unroll
                     for (int m = 0; m < kRowTiles; ++m) {
                         Product::add(out[m][j], a[m], b[0], b[1]);
@@ -347,7 +358,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
             state[i].l = reduce_quad(state[i].l, [](float a, float b) { return add(a, b); });
-        if (turn > 0) break;
+        if (seen.again) break;
+        unsigned damaged = 0;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             float zero = 0;  // times NaN or inf it is NaN
@@ -359,9 +371,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             if (zero != 0 && is_finite(state[i].l) && block.score.is_used(row_of(i)))
                 damaged |= 1u << i;
         }
+        damaged_rows[threadIdx.x] = damaged;
         if (damaged) block.redo = 1;
         __syncthreads();
         if (!block.redo) break;
+        if (lane == 0) seen.again = true;
+        __syncwarp();
         key_copies.advance(p.k.row_stride, -tiles);
         value_copies.advance(p.v.row_stride, -tiles);
     }
@@ -403,7 +418,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll 1
     for (int own = 0; own < Tile::kWarpRows; ++own) {
         const int i = own / 8;
-        const bool met = own % 8 == lane / 4 && (damaged >> i & 1);
+        const bool met = own % 8 == lane / 4 && (damaged_rows[threadIdx.x] >> i & 1);
         const unsigned owners = __ballot_sync(kFullWarp, met);
         if (!owners) continue;
         float reference = 0;

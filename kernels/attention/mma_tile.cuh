@@ -53,32 +53,33 @@ struct RowCopies {
     static_assert(kStep % 8 == 0 && kRows % kStep == 0, "threads keep their place in the pattern");
 
     const T* source;  // the first chunk in the tile to come
-    unsigned place;   // its byte in a tile
+    unsigned place;   // where in shared memory it goes
 
-    __device__ __forceinline__ RowCopies(const Matrix<const T>& matrix, int64 first_row) {
+    __device__ __forceinline__ RowCopies(unsigned tile, const Matrix<const T>& matrix,
+                                         int64 first_row) {
         const int row = threadIdx.x / kNeighbours, chunk = threadIdx.x % kNeighbours;
         source = &matrix.at(first_row + row, chunk * kVector<T>);
-        place = Layout::at(row, chunk);
+        place = tile + Layout::at(row, chunk);
     }
 
     __device__ __forceinline__ void advance(int64 row_stride, int tiles) {
         source += tiles * kRows * row_stride;
     }
 
-    // Starts to copy a whole tile.
-    __device__ __forceinline__ void start(unsigned tile, int64 row_stride) const {
+    // Starts to copy a whole tile, `shift` bytes further.
+    __device__ __forceinline__ void start(unsigned shift, int64 row_stride) const {
         const T* from = source;
 #pragma unroll
         for (int r = 0; r < kRows; r += kStep, from += kStep * row_stride)
 #pragma unroll
             for (int c = 0; c < Layout::kChunks; c += kNeighbours)
-                copy_async(tile + place + r * Layout::kPitch + c * Layout::kChunkBytes,
+                copy_async(place + shift + r * Layout::kPitch + c * Layout::kChunkBytes,
                            from + c * kVector<T>);
     }
 
     // Rows outside begin..end - 1 and columns from `columns` on become 0: what lies there may be
     // NaN.
-    __device__ __forceinline__ void start_part(unsigned tile, int64 row_stride, int begin, int end,
+    __device__ __forceinline__ void start_part(unsigned shift, int64 row_stride, int begin, int end,
                                                int columns) const {
         const int thread = thread_here(), row = thread / kNeighbours;
         int left = columns - thread % kNeighbours * kVector<T>;
@@ -88,7 +89,7 @@ struct RowCopies {
             const T* from = source + c * kVector<T>;
 #pragma unroll 1
             for (int r = 0; r < kRows; r += kStep, from += kStep * row_stride)
-                copy_async(tile + place + r * Layout::kPitch + c * Layout::kChunkBytes, from,
+                copy_async(place + shift + r * Layout::kPitch + c * Layout::kChunkBytes, from,
                            row + r >= begin && row + r < end ? bytes : 0);
             left -= kNeighbours * kVector<T>;
         }

@@ -240,12 +240,15 @@ __device__ __forceinline__ bool is_vector_aligned(const T* pointer) {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// The thread's number, of which the compiler knows nothing: what is computed from it stays where it
-// is, while invariants of a rare path would be computed before the loop and take registers in it.
+// The number itself, of which the compiler knows nothing: it is computed here and once. What is
+// cheap would be computed again and again in a loop, and what a rare path computes, before the loop
+// where registers are few.
+__device__ __forceinline__ unsigned here(unsigned x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 __device__ __forceinline__ int thread_here() {
-    int thread = threadIdx.x;
-    asm volatile("" : "+r"(thread));
-    return thread;
+    return int(here(threadIdx.x));
 }
 
 }  // namespace cuflash

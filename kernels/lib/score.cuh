@@ -9,7 +9,8 @@
 // `Score<A, kRanged, Steps...>` is made of steps, functors that are applied in order. A new option
 // is a new step; the kernels' loops do not change. A step that is absent from a call is switched
 // off by its own parameters, so that three instantiations serve all calls: PlainScore, RangedScore
-// (causal, window, offsets, lengths: bounds alone) and FullScore.
+// (causal, window, offsets, lengths: bounds alone) and FullScore. Those of a single step are for
+// kernels whose registers are worth it.
 //
 // Scores, bounds and steps are set up once a block by `load` and have no constructors, so that they
 // can lie in shared memory: registers are for the accumulators.
@@ -50,13 +51,23 @@ struct Pair {
     int64 distance;  // from the key forward to the position of the query
 };
 
-// Pairs of one row with keys at `first_key` + column. In range are the columns low..high - 1.
+// Pairs of one row with keys at `first_key` + column. In range are `count` columns from `low` on.
 struct RowPairs {
     int64 row, first_key;
-    int low, high;
+    int low, count;
 
-    __device__ __forceinline__ bool has(int column) const { return column >= low && column < high; }
+    // The column, or the nearest one in range, which can be read without a branch.
+    __device__ __forceinline__ int nearest(int column) const {
+        return min(max(column, low), low + count - 1);
+    }
 };
+
+// Replaces the score in each column, be it in range or not.
+template <typename A, int kCount, typename ColumnOf, typename Change>
+__device__ __forceinline__ void change_each(A (&s)[kCount], ColumnOf column_of, Change change) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) s[j] = change(s[j], column_of(j));
+}
 
 // ------------------------------------------------------------------------------------- bounds
 
@@ -104,6 +115,10 @@ __device__ __forceinline__ A read_entry(const BatchedArray& x, const BatchAxes& 
 }
 
 // ------------------------------------------------------------------------------------- steps
+//
+// `step(s, pair)` is the score of one pair in range after the step. `change_row` does the same for
+// a row's pairs, of which column 0 lies `distance` from the query's position; out of range it may
+// give anything, but reads nothing.
 
 // Steps that hide no pair.
 struct Transparent {
@@ -123,6 +138,11 @@ struct Softcap : Transparent {
         // Far below the cap a score stays as it is, and s / cap could lose it to underflow.
         if (cap == A(0) || fabs(s) < cap * linear(cap)) return s;
         return cap * hyperbolic_tangent(s / cap);
+    }
+    template <int kCount, typename ColumnOf>
+    __device__ __forceinline__ void change_row(A (&s)[kCount], const RowPairs&, int64,
+                                               ColumnOf column_of) const {
+        change_each(s, column_of, [&](A x, int) { return (*this)(x, Pair{}); });
     }
 
   private:
@@ -153,15 +173,46 @@ struct Bias : Transparent {
     __device__ __forceinline__ bool is_present() const { return data; }
     __device__ __forceinline__ A operator()(A s, const Pair& at) const {
         if (!data) return s;
-        int64 element = start + at.row * row_stride + at.key * column_stride;
-        if (type == kFloat64) {
-            double sum = double(s) + static_cast<const double*>(data)[element];
-            // Past the range of A a finite sum stays finite, or a low one would hide its key.
-            if (sizeof(A) < sizeof(double) && sum - sum == 0)
-                sum = fmin(fmax(sum, -kLargestFloat), kLargestFloat);
-            return A(sum);
-        }
+        const int64 element = start + at.row * row_stride + at.key * column_stride;
+        if (type == kFloat64) return sum(s, static_cast<const double*>(data)[element]);
         return s + read_float<A>(data, element, type);
+    }
+    template <int kCount, typename ColumnOf>
+    __device__ __forceinline__ void change_row(A (&s)[kCount], const RowPairs& pairs, int64,
+                                               ColumnOf column_of) const {
+        if (pairs.count == 0) return;
+        switch (type) {
+            case kFloat64:
+                return add_row<double>(s, pairs, column_of);
+            case kFloat32:
+                return add_row<float>(s, pairs, column_of);
+            case kFloat16:
+                return add_row<__half>(s, pairs, column_of);
+            default:
+                return add_row<__nv_bfloat16>(s, pairs, column_of);
+        }
+    }
+
+  private:
+    template <typename B, int kCount, typename ColumnOf>
+    __device__ __forceinline__ void add_row(A (&s)[kCount], const RowPairs& pairs,
+                                            ColumnOf column_of) const {
+        const B* const row = static_cast<const B*>(data) + start + pairs.row * row_stride +
+                             pairs.first_key * column_stride;
+        change_each(s, column_of, [&](A x, int column) {
+            return sum(x, row[pairs.nearest(column) * column_stride]);
+        });
+    }
+    template <typename B>
+    static __device__ __forceinline__ A sum(A s, B bias) {
+        return s + A(widen(bias));
+    }
+    static __device__ __forceinline__ A sum(A s, double bias) {
+        double both = double(s) + bias;
+        // Past the range of A a finite sum stays finite, or a low one would hide its key.
+        if (sizeof(A) < sizeof(double) && both - both == 0)
+            both = fmin(fmax(both, -kLargestFloat), kLargestFloat);
+        return A(both);
     }
 };
 
@@ -177,6 +228,21 @@ struct Alibi : Transparent {
     __device__ __forceinline__ A operator()(A s, const Pair& at) const {
         return slope == A(0) ? s : s - slope * A(llabs(at.distance));
     }
+    template <int kCount, typename ColumnOf>
+    __device__ __forceinline__ void change_row(A (&s)[kCount], const RowPairs&, int64 distance,
+                                               ColumnOf column_of) const {
+        if (llabs(distance) < kExact) {
+            const A first = A(distance);
+            change_each(s, column_of,
+                        [&](A x, int column) { return x - slope * fabs(first - A(column)); });
+        } else {
+            change_each(s, column_of,
+                        [&](A x, int column) { return x - slope * A(llabs(distance - column)); });
+        }
+    }
+
+  private:
+    static constexpr int64 kExact = 1 << 23;  // distances to there, and columns, add up exactly
 };
 
 template <typename A>
@@ -194,6 +260,15 @@ struct Mask {
     }
     __device__ __forceinline__ A operator()(A s, const Pair& at) const {
         return sees(at) ? s : -infinity<A>();
+    }
+    template <int kCount, typename ColumnOf>
+    __device__ __forceinline__ void change_row(A (&s)[kCount], const RowPairs& pairs, int64,
+                                               ColumnOf column_of) const {
+        if (pairs.count == 0) return;
+        const unsigned char* const row = &matrix.at(pairs.row, pairs.first_key);
+        change_each(s, column_of, [&](A x, int column) {
+            return row[pairs.nearest(column) * matrix.column_stride] ? x : -infinity<A>();
+        });
     }
 };
 
@@ -247,15 +322,15 @@ struct Score : private Steps... {
         return s;
     }
 
-    // Turns dot products with the keys in columns `column_of(j)` into scores, -inf out of range. A
-    // step is done with all of them before the next one, and not at all if it is absent.
+    // Turns dot products with the keys in columns `column_of(j)` into scores; out of range they are
+    // left to the caller. A step is done with all of them before the next one, and not at all if it
+    // is absent.
     template <int kCount, typename ColumnOf>
     __device__ __forceinline__ void change_row(A (&s)[kCount], const RowPairs& pairs,
                                                ColumnOf column_of) const {
-#pragma unroll
-        for (int j = 0; j < kCount; ++j)
-            s[j] = pairs.has(column_of(j)) ? s[j] * scale : -infinity<A>();
-        (apply_step(static_cast<const Steps&>(*this), s, pairs, column_of), ...);
+        change_each(s, column_of, [&](A dot, int) { return dot * scale; });
+        const int64 distance = pair(pairs.row, pairs.first_key).distance;
+        (apply_step(static_cast<const Steps&>(*this), s, pairs, distance, column_of), ...);
     }
 
     __device__ __forceinline__ bool sees(int64 row, int64 key) const {
@@ -265,13 +340,10 @@ struct Score : private Steps... {
 
   private:
     template <typename Step, int kCount, typename ColumnOf>
-    __device__ __forceinline__ void apply_step(const Step& step, A (&s)[kCount],
-                                               const RowPairs& pairs, ColumnOf column_of) const {
-        if (!step.is_present()) return;
-#pragma unroll
-        for (int j = 0; j < kCount; ++j)
-            if (pairs.has(column_of(j)))
-                s[j] = step(s[j], pair(pairs.row, pairs.first_key + column_of(j)));
+    static __device__ __forceinline__ void apply_step(const Step& step, A (&s)[kCount],
+                                                      const RowPairs& pairs, int64 distance,
+                                                      ColumnOf column_of) {
+        if (step.is_present()) step.change_row(s, pairs, distance, column_of);
     }
 
     __device__ __forceinline__ Pair pair(int64 row, int64 key) const {
@@ -283,6 +355,14 @@ template <typename A>
 using PlainScore = Score<A, false>;
 template <typename A>
 using RangedScore = Score<A, true>;
+template <typename A>
+using SoftcapScore = Score<A, true, Softcap<A>>;
+template <typename A>
+using BiasScore = Score<A, true, Bias<A>>;
+template <typename A>
+using AlibiScore = Score<A, true, Alibi<A>>;
+template <typename A>
+using MaskScore = Score<A, true, Mask<A>>;
 template <typename A>
 using FullScore = Score<A, true, Softcap<A>, Bias<A>, Alibi<A>, Mask<A>>;
 
