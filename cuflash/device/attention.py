@@ -90,6 +90,9 @@ def compute(
     ]
     if not plan.reads(pointers):
         return False
+    if not plan.maps_read(pointers):
+        problem = replace(problem, method="mma", num_splits=plan.splits)
+        return compute(problem, arrays, out, lse, workspace, executor)
     if plan.workspace and workspace is None:
         workspace = executor.allocate(plan.workspace)
     integers = [

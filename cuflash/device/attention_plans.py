@@ -25,6 +25,19 @@ from .attention_plans_mma import (
     mma_score,
     mma_tile,
 )
+from .attention_plans_wgmma import (
+    WGMMA_PARAMETERS,
+    Maps,
+    WgmmaTile,
+    entries_in_l2,
+    forward_wgmma,
+    out_has_map,
+    plan_maps,
+    wgmma_kernels,
+    wgmma_runs,
+    wgmma_score,
+    wgmma_tile,
+)
 from .compiler import KernelName, Launch
 from .executor import DeviceLimits
 from .parameters import (
@@ -179,6 +192,7 @@ def simt_tile(problem: AttentionProblem, limits: DeviceLimits) -> SimtTile:
     )
 
 
+Tile = SimtTile | MmaTile | WgmmaTile
 _SCORES = ("PlainScore", "RangedScore", "FullScore")
 
 
@@ -210,6 +224,7 @@ def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
         if choice.accumulator == acc.name:
             yield _forward_simt(dtype, score, choice.tile)
     yield from mma_kernels(dtype)
+    yield from wgmma_kernels(dtype)
     for parts in ("ListedParts", "EvenParts"):
         yield _combine(f"combine<{C_TYPES[acc.name]}, cuflash::{parts}>")
     yield _combine(f"combine_states<{C_TYPES[acc.name]}>")
@@ -217,14 +232,15 @@ def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
 
 def attention_methods(problem: AttentionProblem, limits: DeviceLimits) -> tuple[str, ...]:
     """Return the kernel families that can run a problem on a device, the fastest first."""
-    return ("mma", "simt") if mma_runs(problem, limits) else ("simt",)
+    hopper = wgmma_runs(problem, limits) and wgmma_score(problem, _score(problem)) is not None
+    return ("wgmma",) * hopper + ("mma",) * mma_runs(problem, limits) + ("simt",)
 
 
 class _Forward(NamedTuple):
     """How a family runs a problem."""
 
     method: str
-    tile: SimtTile | MmaTile
+    tile: Tile
     kernel: KernelName
     threads: int
     shared_bytes: int
@@ -237,6 +253,12 @@ def _forward(problem: AttentionProblem, limits: DeviceLimits) -> _Forward:
     method, score = problem.method, _score(problem)
     if method == "auto":
         method = attention_methods(problem, limits)[0]
+    if method == "wgmma":
+        wgmma = wgmma_tile(problem)
+        pipeline = wgmma_score(problem, score)
+        assert pipeline is not None, "a method was checked to run the problem"
+        kernel = forward_wgmma(problem.dtype, pipeline, wgmma)
+        return _Forward(method, wgmma, kernel, wgmma.threads, wgmma.shared_bytes, True)
     if method == "mma":
         score = mma_score(problem, score)
         mma = mma_tile(problem, score, limits)
@@ -271,7 +293,8 @@ def _splits(problem: AttentionProblem, limits: DeviceLimits) -> int:
         * -(-problem.tq // tile.queries)
         * max(1, -(-problem.dv // tile.values))
     )
-    wanted = _WAVE * limits.multiprocessors // max(blocks, 1)
+    wave = 1 if isinstance(tile, WgmmaTile) else _WAVE
+    wanted = wave * limits.multiprocessors // max(blocks, 1)
     return max(1, min(wanted, tiles // _SHARE_TILES))
 
 
@@ -292,11 +315,12 @@ _MEMBERS = {name: f"score.{name}" for name in _OPERANDS[3:10]} | {
 _OF_SEQUENCES = ("query_offset", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
 _MATRIX_AXES = {"q": 2, "k": 2, "v": 2, "mask": 2, "bias": 2, "out": 2, "lse": 1}
 _INTEGER_OPTIONS = ("query_offset", "query_lengths", "key_lengths")
-_FORWARD_SLOTS = Slots(
-    ATTENTION_PARAMETERS,
-    [f"{_MEMBERS.get(name, name)}.data" for name in _OPERANDS]
-    + [f"score.{name}.value" for name in _INTEGER_OPTIONS],
-)
+_SLOT_MEMBERS = [f"{_MEMBERS.get(name, name)}.data" for name in _OPERANDS] + [
+    f"score.{name}.value" for name in _INTEGER_OPTIONS
+]
+_FORWARD_SLOTS = Slots(ATTENTION_PARAMETERS, _SLOT_MEMBERS)
+_WGMMA_SLOTS = Slots(WGMMA_PARAMETERS, [f"attention.{member}" for member in _SLOT_MEMBERS])
+_MAPPED = tuple(_OPERANDS.index(name) for name in ("q", "k", "v", "out"))
 _EVEN_SLOTS = Slots(COMBINE_EVEN, ["out.data", "lse.data", "parts.out.data", "parts.lse.data"])
 #: Partial results begin at a multiple of this.
 _ALIGNMENT = 16
@@ -324,7 +348,7 @@ class AttentionPlan:
     """
 
     method: str
-    tile: SimtTile | MmaTile
+    tile: Tile
     splits: int
     workspace: int
     batch: BatchPlan
@@ -336,6 +360,7 @@ class AttentionPlan:
     _defaults: tuple[int, int, int]
     _lse_start: int
     """Bytes from the partial results' out to their lse."""
+    _maps: Maps | None
     _moduli: tuple[int, ...]
     """What addresses must be multiples of; none if a stride is no multiple of its element."""
 
@@ -349,6 +374,16 @@ class AttentionPlan:
     def reads(self, pointers: Sequence[int]) -> bool:
         """Tell whether all elements lie at multiples of their size, as the device needs them."""
         return bool(self._moduli) and not any(map(operator.mod, pointers, self._moduli))
+
+    def maps_read(self, pointers: Sequence[int]) -> bool:
+        """Tell whether what is fetched by TMA, if anything is, lies at multiples of 16 bytes."""
+        return self._maps is None or self._maps.read(pointers)
+
+    def _fill(self, numbers: Sequence[int]) -> np.ndarray:
+        """Return the parameters of the forward kernel."""
+        if self._maps is None:
+            return _FORWARD_SLOTS.fill(self._forward_block, numbers)
+        return self._maps.fill(_WGMMA_SLOTS.fill(self._forward_block, numbers), numbers)
 
     def launches(
         self, pointers: Sequence[int], integers: Sequence[int | None], workspace: int
@@ -375,14 +410,14 @@ class AttentionPlan:
             ]
         if self.combine is None:
             for places in self.batch.places(pointers, self.itemsizes):
-                yield self.forward, _FORWARD_SLOTS.fill(self._forward_block, [*places, *values])
+                yield self.forward, self._fill([*places, *values])
             return
         assert self._combine_block is not None
         partial_out = -(-workspace // _ALIGNMENT) * _ALIGNMENT
         partial = [partial_out, partial_out + self._lse_start]
         for places in self.batch.places(pointers, self.itemsizes):
             numbers = [*places[:_RESULTS], *partial, *values]
-            yield self.forward, _FORWARD_SLOTS.fill(self._forward_block, numbers)
+            yield self.forward, self._fill(numbers)
             results = [*places[_RESULTS:], *partial]
             yield self.combine, _EVEN_SLOTS.fill(self._combine_block, results)
 
@@ -422,13 +457,27 @@ def plan_attention(
     batch = _batch_plan(problem, named, most_entries)
     rows = batch.entries * problem.tq
 
-    block = ATTENTION_PARAMETERS.zeros()
-    fields = block[0]
-    score = fields["score"]
     axes = batch
     if problem.sequences is not None:
-        fields["sequences"]["count"] = problem.sequences
         axes = batch.with_outermost([_sequence_step(name, named[name]) for name in named])
+    maps = None
+    if isinstance(tile, WgmmaTile):
+        mapped_out = out if out_has_map(problem, out, splits) else None
+        maps = plan_maps(problem, tile, axes, mapped_out, _MAPPED)
+        if maps is None:  # batch axes in more than three steps
+            fallback = replace(problem, method="mma", num_splits=splits)
+            return plan_attention(fallback, out, lse, limits)
+        block = WGMMA_PARAMETERS.zeros()
+        block[0]["tiles"] = blocks_per_entry * batch.entries
+        block[0]["group"] = entries_in_l2(problem, limits)
+        block[0]["out_by_map"] = mapped_out is not None
+        fields = block[0]["attention"]
+    else:
+        block = ATTENTION_PARAMETERS.zeros()
+        fields = block[0]
+    score = fields["score"]
+    if problem.sequences is not None:
+        fields["sequences"]["count"] = problem.sequences
     axes.write(fields["batch"])
     fields["grid"]["row_tiles"] = row_tiles
     fields["grid"]["column_tiles"] = column_tiles
@@ -474,7 +523,10 @@ def plan_attention(
         if empty
         else Launch(
             forward.kernel,
-            grid=blocks_per_entry * batch.entries,
+            grid=min(
+                blocks_per_entry * batch.entries,
+                limits.multiprocessors if maps is not None else limits.blocks,
+            ),
             block=forward.threads,
             shared_bytes=forward.shared_bytes,
         ),
@@ -487,6 +539,7 @@ def plan_attention(
         _combine_block=None if combine_block is None else as_words(combine_block),
         _defaults=(0, problem.tq, problem.tk),
         _lse_start=splits * rows * problem.dv * acc.itemsize,
+        _maps=maps,
         _moduli=_moduli(specs),
     )
 

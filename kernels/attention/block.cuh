@@ -26,9 +26,28 @@ struct BlockWork {
     // them, if there is no row.
     __device__ __forceinline__ bool begin(const AttentionParameters& p, int rows, int columns,
                                           int keys) {
-        const Work decoded = Work::of(p.grid, blockIdx.x);
-        decode_batch(p.batch, decoded.entry, index);
-        if (threadIdx.x == 0) {
+        const bool leads = threadIdx.x % 32 == 0;
+        return set_up(p, blockIdx.x, rows, columns, keys, threadIdx.x,
+                      leads ? threadIdx.x / 32 : kNoPart, [] { __syncthreads(); });
+    }
+
+    // The same by one warp, for tile `tile` of the grid.
+    __device__ __forceinline__ bool begin_by_warp(const AttentionParameters& p, int64 tile,
+                                                  int rows, int columns, int keys) {
+        const int lane = threadIdx.x % 32;
+        return set_up(p, tile, rows, columns, keys, lane, lane, [] { __syncwarp(); });
+    }
+
+  private:
+    static constexpr int kNoPart = -1;
+
+    template <typename Barrier>
+    __device__ __forceinline__ bool set_up(const AttentionParameters& p, int64 tile, int rows,
+                                           int columns, int keys, int thread, int part,
+                                           Barrier barrier) {
+        const Work decoded = Work::of(p.grid, tile);
+        decode_batch(p.batch, decoded.entry, index, thread);
+        if (part == 0) {
             work = decoded;
             const int64 queries = p.score.queries, all_keys = p.score.keys;
             segment = {0, queries, queries, 0, all_keys, 0};
@@ -39,25 +58,25 @@ struct BlockWork {
             first_row = segment.row_of(decoded.row_tile, rows);
             end_row = min(first_row + rows, segment.end);
         }
-        __syncthreads();
+        barrier();
         if (first_row >= end_row) return false;
-        if (threadIdx.x == 0) {
+        if (part == 0) {
             q = Matrix<const T>::of(p.q, p.batch, index);
             first_value = int64(decoded.column_tile) * columns;
             end_value = min(first_value + columns, p.values);
             redo = 0;
-        } else if (threadIdx.x == 32) {
+        } else if (part == 1) {
             k = Matrix<const T>::of(p.k, p.batch, index);
             v = Matrix<const T>::of(p.v, p.batch, index);
             k.data += segment.first_key * k.row_stride;
             v.data += segment.first_key * v.row_stride;
-        } else if (threadIdx.x == 64) {
+        } else if (part == 2) {
             score.load(p.score, p.batch, index, segment);
             any = score.range_of_any(first_row, end_row);
             all = score.range_of_all(first_row, end_row);
             tiles = TileRange::of(any, keys, decoded.split, p.grid.splits);
         }
-        __syncthreads();
+        barrier();
         return true;
     }
 };

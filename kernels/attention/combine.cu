@@ -94,7 +94,7 @@ template <typename A, typename Parts>
 __global__ void combine(const __grid_constant__ CombineParameters<Parts> p) {
     __shared__ BatchIndex entry;
     const CombinedRow at(p.rows, 32);
-    decode_batch(p.batch, at.entry, entry);
+    decode_batch(p.batch, at.entry, entry, threadIdx.x);
     __syncthreads();
     if (at.row >= p.rows) return;
 
@@ -132,7 +132,7 @@ template <typename A>
 __global__ void combine_states(const __grid_constant__ CombineParameters<ListedParts> p) {
     __shared__ BatchIndex entry;
     const CombinedRow at(p.rows, 1);
-    decode_batch(p.batch, at.entry, entry);
+    decode_batch(p.batch, at.entry, entry, threadIdx.x);
     __syncthreads();
     if (at.row >= p.rows) return;
 

@@ -9,6 +9,7 @@
 // of values (kKeys x kValues); in the end the results (kQueries x kValues) on
 // their way out.
 #include "attention/block.cuh"
+#include "attention/fragments.cuh"
 #include "attention/mma_tile.cuh"
 #include "attention/parameters.cuh"
 #include "lib/nonfinite.cuh"
@@ -18,57 +19,7 @@
 
 namespace cuflash {
 
-// ---------------------------------------------------------------------------------------- softmax
-
-constexpr float kLog2OfE = 1.44269504f;
-constexpr float kLogOf2 = 0.693147181f;
-// A row's weights may grow to 2^kSlack before its sums are made relative to a larger score: that
-// seldom happens after the first keys, and the weights are as exact either way. Each row decides
-// by its own scores alone.
-constexpr float kSlack = 8;
-// The reference of a row that has seen no key: below all scores.
-constexpr float kNoReference = -3.4028234663852886e38f;
-
-// The online softmax of one row in base 2. Scores come times 1 / unit; each lane has the normalizer
-// of its own keys.
-struct MmaRow {
-    float reference;  // exponents are relative to it
-    float l;
-
-    // A sink is a logit before all keys that has no value; it counts in one lane. +inf, like NaN,
-    // makes l NaN.
-    __device__ __forceinline__ void begin(float sink, bool counts) {
-        const bool present = sink != -infinity<float>();
-        reference = present ? sink * kLog2OfE : kNoReference;
-        l = present && counts ? 1 + (sink - sink) : 0;
-    }
-
-    // Whether the weight of a score would be too large.
-    __device__ __forceinline__ bool is_passed_by(float score, float unit) const {
-        return multiply_add(score, unit, -reference) > kSlack;
-    }
-
-    // Makes room for a score. Returns the factor of sums relative to the reference before.
-    __device__ __forceinline__ float raise(float score, float unit) {
-        if (!is_passed_by(score, unit)) return 1;
-        const float before = reference;
-        reference = score * unit;
-        const float factor = exp2_approximate(before - reference);
-        l *= factor;
-        return factor;
-    }
-
-    __device__ __forceinline__ float weight(float score, float unit) const {
-        return exp2_approximate(multiply_add(score, unit, -reference));
-    }
-};
-
-// Reduces over the 4 lanes of a row; all of them get the result, of the same bits.
-template <typename Combine>
-__device__ __forceinline__ float reduce_quad(float x, Combine combine) {
-    x = combine(x, __shfl_xor_sync(kFullWarp, x, 1));
-    return combine(x, __shfl_xor_sync(kFullWarp, x, 2));
-}
+// ----------------------------------------------------------------------------------- bookkeeping
 
 // Which of a block's key tiles begin..end - 1 some row of a warp sees, and all rows see; counted
 // from the block's first tile.
@@ -106,7 +57,7 @@ __device__ __forceinline__ unsigned own_keys_below(int end) {
 }
 
 // Turns a thread's dot products with the keys of a tile into scores, -inf where unseen; without
-// steps the scale is left to `MmaRow`.
+// steps the scale is left to `FragmentRow`.
 template <typename Tile, typename T, typename Score, typename RowOf>
 __device__ __forceinline__ void change_scores(float (&s)[Tile::kRowTiles][Tile::kKeyTiles][4],
                                               const BlockWork<T, Score>& block, int64 first_key,
@@ -229,7 +180,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             copies.start_part(0, p.q.row_stride, 0, rows, int(p.features));
     }
 
-    MmaRow state[kRows];
+    FragmentRow state[kRows];
     float out[kRowTiles][kValueTiles][4];
 
     // A second turn only after non-finite values: see lib/nonfinite.cuh.
@@ -385,7 +336,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     const Output<T> output(p, block.index, block.work.split);
     // Of its quad's rows, a lane finishes one.
     const int own = lane % 4;
-    MmaRow finished = state[0];
+    FragmentRow finished = state[0];
 #pragma unroll
     for (int i = 1; i < kRows; ++i)
         if (own == i) finished = state[i];

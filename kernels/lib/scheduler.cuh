@@ -31,11 +31,10 @@ struct BatchIndex {
     int64 on_axis[kBatchAxes];
 };
 
-// To be called by the whole block; the index can be read after the next barrier. A grid has fewer
-// than 2^31 blocks, hence no more entries: 64-bit divisions take ten times as long.
-__device__ __forceinline__ void decode_batch(const BatchAxes& axes, int64 entry,
-                                             BatchIndex& index) {
-    const int axis = threadIdx.x;
+// To be called by threads numbered from 0; the index can be read after their next barrier. A grid
+// has fewer than 2^31 blocks, hence no more entries: 64-bit divisions take ten times as long.
+__device__ __forceinline__ void decode_batch(const BatchAxes& axes, int64 entry, BatchIndex& index,
+                                             int axis) {
     if (axis >= axes.count) return;
     unsigned left = unsigned(entry);
 #pragma unroll 1

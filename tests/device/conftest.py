@@ -12,6 +12,13 @@ collect_ignore_glob = [] if importlib.util.find_spec("cupy") else ["test_*.py"]
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
+#: The compute capabilities that have what a kernel is made of, where not all have it.
+_CAPABLE = {
+    "attention/forward_mma.cu": lambda capability: capability >= 80,
+    "attention/forward_wgmma.cu": lambda capability: capability == 90,
+}
+
+
 @pytest.fixture(scope="session")
 def kernels() -> None:
     """Compile every kernel, in parallel, before the first test that runs one.
@@ -25,13 +32,12 @@ def kernels() -> None:
     from cuflash.problem import FLOATS
 
     limits = device_limits(0)
-    tensor_cores = int(limits.compute_capability) >= 80
     # Attention first: a kernel takes ten times as long as one of softmax.
     names = [
         name
         for dtype in FLOATS
         for name in attention_kernels(dtype)
-        if tensor_cores or name.source != "attention/forward_mma.cu"
+        if _CAPABLE.get(name.source, bool)(int(limits.compute_capability))
     ]
     for dtype in FLOATS:
         names += softmax_kernels(dtype, clusters=limits.cluster_blocks > 1)

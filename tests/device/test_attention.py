@@ -22,7 +22,8 @@ from tests.device.arrays import to_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
-METHODS = ["auto", "simt"]
+#: Not "auto": it may take another family for other strides, and so has no bits to compare.
+METHODS = ["mma", "simt"]
 PROBLEMS = attention_problems(borders=(16, 32, 64, 128), max_tokens=300, max_features=300)
 
 
@@ -61,8 +62,21 @@ def fetch_memory(there, here):
     ctypes.memmove(low, octets.ctypes.data, high - low)
 
 
+def by_family(function, method):
+    """Fix the method of an attention function, to "simt" for what tensor cores cannot run."""
+
+    def call(q, k, v, *args, **options):
+        runs = q.dtype.itemsize == 2 and max(q.shape[-1], v.shape[-1]) <= 256
+        runs &= int(cupy.cuda.Device().compute_capability) >= 80
+        return function(
+            q, k, v, *args, method="simt" if method == "mma" and not runs else method, **options
+        )
+
+    return call
+
+
 def attend(method="auto", **fixed):
-    return on_device(partial(cuflash.flash_attention, method=method, **fixed))
+    return on_device(by_family(partial(cuflash.flash_attention, **fixed), method))
 
 
 def normal(seed, *shape, dtype=np.float32):
@@ -229,7 +243,7 @@ def test_lengths_on_the_device_are_not_read_by_the_host():
     assert out.shape == (3, 2, 5, 8)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["auto", "simt"])
 def test_the_current_stream_is_used(method):
     """On a stream that waits for nothing, behind a long kernel, with the null stream kept busy."""
     stream = cupy.cuda.Stream(non_blocking=True)

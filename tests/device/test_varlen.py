@@ -8,30 +8,21 @@ import pytest
 from hypothesis import given, settings
 
 import cuflash
-from cuflash.device.attention_plans import attention_kernels
-from cuflash.device.compiler import warm
-from cuflash.problem import FLOATS
 from cuflash.testing.bounds import assert_attention_close, expect_attention
 from cuflash.testing.strategies import varlen_problems
 from cuflash.testing.varlen import VARLEN_PROPERTIES
-from tests.device.test_attention import METHODS, normal, on_device
+from tests.device.test_attention import METHODS, by_family, normal, on_device
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
 PROBLEMS = varlen_problems(borders=(16, 32, 64, 128), max_tokens=200, max_features=140)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    """Compile everything that these tests can launch, in parallel."""
-    warm(kernel for dtype in FLOATS for kernel in attention_kernels(dtype))
 
 
 @pytest.mark.parametrize("splits", [None, 3])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("law", VARLEN_PROPERTIES)
 def test_property(law, method, splits):
-    call = partial(cuflash.flash_attention_varlen, method=method, num_splits=splits)
+    call = by_family(partial(cuflash.flash_attention_varlen, num_splits=splits), method)
 
     @settings(max_examples=max(1, settings().max_examples // (2 if splits is None else 5)))
     @given(case=PROBLEMS)

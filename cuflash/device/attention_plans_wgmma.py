@@ -1,0 +1,238 @@
+"""The tiles of `forward_wgmma`, attention on the tensor cores of Hopper, as data with reasons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..problem import ArraySpec, AttentionProblem
+from .attention_plans_mma import WIDEST, mma_score
+from .compiler import KernelName, ParameterBlock
+from .executor import DeviceLimits
+from .parameters import ATTENTION_PARAMETERS, BatchPlan
+from .plans import C_TYPES
+from .tensor_map import ALIGNMENT, AXES, TensorMap, encode
+
+#: A struct of maps begins, and ends, at a multiple of this.
+_STRUCT_ALIGNMENT = 64
+_MAP_WORDS = 16
+#: Operands that have a map, in the order of the parameter block, and where they are among the
+#: pointers of a plan.
+_MAPPED = ("q", "k", "v", "out")
+
+
+def _padded_block() -> ParameterBlock:
+    fields: dict[str, Any] = {
+        **{name: (np.int64, (_MAP_WORDS,)) for name in _MAPPED},
+        "attention": ATTENTION_PARAMETERS,
+        "tiles": np.int64,
+        "group": np.int64,
+        "out_by_map": np.int32,
+    }
+    size = ParameterBlock("", fields).dtype.itemsize
+    if size % _STRUCT_ALIGNMENT:
+        fields["padding"] = (np.int64, ((_STRUCT_ALIGNMENT - size % _STRUCT_ALIGNMENT) // 8,))
+    return ParameterBlock("cuflash::WgmmaParameters", fields)
+
+
+WGMMA_PARAMETERS = _padded_block()
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaTile:
+    """The tile of `forward_wgmma`, `WgmmaTile` in the kernel.
+
+    A block has `groups` warpgroups of 64 query rows and takes `keys` keys at a time; `width` is
+    what D and Dv are padded to. `stages` and `query_stages` are tiles under way. With `staged`
+    results leave by shared memory; with `turns` one warpgroup starts its products while the others
+    have their softmax; with `topless` whole tiles go without a maximum.
+    """
+
+    groups: int
+    keys: int
+    width: int
+    stages: int
+    query_stages: int
+    staged: bool
+    turns: bool
+    topless: bool
+
+    @property
+    def queries(self) -> int:
+        """Query rows of a block."""
+        return 64 * self.groups
+
+    @property
+    def values(self) -> int:
+        """Columns of v and out of a block."""
+        return self.width
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the producer's warpgroup too."""
+        return 128 * (self.groups + 1)
+
+    @property
+    def expression(self) -> str:
+        """The tile as a C++ type."""
+        numbers = (self.groups, self.keys, self.width, self.stages, self.query_stages)
+        flags = (str(flag).lower() for flag in (self.staged, self.turns, self.topless))
+        return f"cuflash::WgmmaTile<{', '.join([*map(str, numbers), *flags])}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: tiles, then slots and barriers."""
+        out = self.queries if self.staged else 0
+        rows = self.query_stages * self.queries + 2 * self.stages * self.keys + out
+        return 2 * self.width * rows + _SLOT_BYTES
+
+
+#: Room for 4 slots, the barriers and the list of tiles that are taken again.
+_SLOT_BYTES = 2816
+
+
+class WgmmaChoice(NamedTuple):
+    """A row of the table: the widest heads that take the tile."""
+
+    width: int
+    tile: WgmmaTile
+    reason: str
+
+
+WGMMA_TILES = (
+    WgmmaChoice(
+        64, WgmmaTile(2, 128, 64, 3, 2, True, True, True),
+        "two warpgroups keep their scores, weights and sums in registers; three of 160 spill",
+    ),
+    WgmmaChoice(
+        128, WgmmaTile(2, 128, 128, 2, 2, True, False, True),
+        "the largest tile of keys that leaves two stages; taking turns gains nothing here",
+    ),
+    WgmmaChoice(
+        256, WgmmaTile(2, 80, 256, 2, 1, False, True, False),
+        "80 keys leave two stages; the products hide the maximum",
+    ),
+)  # fmt: skip
+
+#: Score pipelines without steps: with steps, all tiles would look for a maximum.
+WGMMA_SCORES = ("PlainScore", "RangedScore")
+#: Fewer query rows leave most of a tile empty: `mma` has smaller ones.
+_LEAST_QUERIES = 64
+#: Share of the L2 cache that the keys and values of the entries under way may take.
+_L2_SHARE = 0.6
+
+
+def wgmma_runs(problem: AttentionProblem, limits: DeviceLimits) -> bool:
+    """Tell whether Hopper's tensor cores can run this problem: its arrays can be fetched by TMA."""
+    return (
+        problem.dtype.itemsize == 2
+        and limits.compute_capability == "90"
+        and 0 < problem.dv <= WIDEST
+        and problem.d <= WIDEST
+        and 0 < problem.tk < 2**31
+        and problem.mean_tq >= _LEAST_QUERIES
+        and problem.tq < 2**31
+        and all(_has_map(spec) for spec in (problem.q, problem.k, problem.v))
+    )
+
+
+def _has_map(spec: ArraySpec) -> bool:
+    """Tell whether TMA can read an array: rows end to end, all else in steps of 16 bytes."""
+    *outer, inner = zip(spec.shape, spec.strides, strict=True)
+    return inner[1] == spec.dtype.itemsize and all(
+        size == 1 or (stride >= 0 and stride % ALIGNMENT == 0 and stride < 2**40)
+        for size, stride in outer
+    )
+
+
+def wgmma_score(problem: AttentionProblem, score: str) -> str | None:
+    """Return the score pipeline, given the least one; None if there is no kernel for it."""
+    score = mma_score(problem, score)
+    return score if score in WGMMA_SCORES else None
+
+
+def wgmma_tile(problem: AttentionProblem) -> WgmmaTile:
+    """Return the first tile of the table that fits the problem."""
+    width = max(problem.d, problem.dv)
+    return next(choice.tile for choice in WGMMA_TILES if width <= choice.width)
+
+
+def forward_wgmma(dtype: np.dtype, score: str, tile: WgmmaTile) -> KernelName:
+    """Name the kernel for a dtype, a score pipeline and a tile."""
+    c_type = C_TYPES[dtype.name]
+    return KernelName(
+        "attention/forward_wgmma.cu",
+        f"cuflash::forward_wgmma<{c_type}, cuflash::{score}<float>, {tile.expression}>",
+    )
+
+
+def wgmma_kernels(dtype: np.dtype) -> Iterator[KernelName]:
+    """Yield every kernel that a plan for q, k, v of this dtype can launch."""
+    if dtype.itemsize == 2:
+        for choice, score in product(WGMMA_TILES, WGMMA_SCORES):
+            yield forward_wgmma(dtype, score, choice.tile)
+
+
+class Maps(NamedTuple):
+    """The tensor maps of a plan, and where their addresses are among its pointers."""
+
+    tensors: tuple[TensorMap, ...]
+    places: tuple[int, ...]
+
+    def read(self, pointers: Sequence[int]) -> bool:
+        """Tell whether the operands lie where TMA can read them."""
+        return not any(pointers[place] % ALIGNMENT for place in self.places)
+
+    def fill(self, block: np.ndarray, pointers: Sequence[int]) -> np.ndarray:
+        """Write the maps of operands at these addresses into a parameter block; return it."""
+        words = block.view(np.int64)
+        for i, (tensor, place) in enumerate(zip(self.tensors, self.places, strict=True)):
+            words[i * _MAP_WORDS : (i + 1) * _MAP_WORDS] = encode(tensor, pointers[place])
+        return block
+
+
+def plan_maps(
+    problem: AttentionProblem,
+    tile: WgmmaTile,
+    axes: BatchPlan,
+    out: ArraySpec | None,
+    places: Sequence[int],
+) -> Maps | None:
+    """Return the maps of q, k, v and, unless None, out; None if there are too many batch axes.
+
+    `axes` has the strides of all operands in the order of the plan's pointers, `places` the places
+    of q, k, v and out among them.
+    """
+    if len(axes.sizes) > AXES - 2 or axes.outer_sizes:
+        return None
+    tensors = []
+    operands = [problem.q, problem.k, problem.v] + ([] if out is None else [out])
+    rows = (tile.queries, tile.keys, tile.keys, 16)
+    for spec, place, box_rows in zip(operands, places, rows, strict=False):
+        itemsize = spec.dtype.itemsize
+        batch = [
+            (size, stride * itemsize)
+            for size, stride in zip(axes.sizes, axes.strides[place], strict=True)
+        ]
+        step = spec.strides[-2] if spec.shape[-2] > 1 else ALIGNMENT
+        columns, tokens = spec.shape[-1], spec.shape[-2]
+        tensors.append(TensorMap.of(spec.dtype, columns, tokens, step, batch, box_rows))
+    return Maps(tuple(tensors), tuple(places[: len(tensors)]))
+
+
+def out_has_map(problem: AttentionProblem, out: ArraySpec, splits: int) -> bool:
+    """Tell whether results can leave by TMA: whole rows of a batch entry, already rounded."""
+    return (
+        splits == 1 and problem.sequences is None and out.dtype == problem.dtype and _has_map(out)
+    )
+
+
+def entries_in_l2(problem: AttentionProblem, limits: DeviceLimits) -> int:
+    """Return how many batch entries' keys and values stay in the L2 cache together."""
+    entry = problem.tk * (problem.d + problem.dv) * problem.dtype.itemsize
+    return max(1, math.floor(_L2_SHARE * limits.l2_bytes / max(1, entry)))

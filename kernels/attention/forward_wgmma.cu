@@ -1,0 +1,981 @@
+// Attention forward on the tensor cores of Hopper, for 16-bit inputs that TMA can read (sm_90a).
+//
+// FlashAttention-3 (Shah et al. 2024) in outline: a producer warp fetches tiles by TMA into rings
+// of stages; each consumer warpgroup owns 64 query rows of the block's tile, keeps their sums in
+// registers, and runs the softmax of one tile of keys while the tensor cores multiply. The blocks
+// stay: one pipeline runs over all tiles of a block, the first product of the next tile of queries
+// beside the last one of this.
+//
+// Keys are walked from the last tile to the first, so that masked tiles come first, and only they,
+// and the first whole tile, look for the largest score. After that the weights are made relative to
+// the present reference at once; a row whose sum of them tells that a score rose far above it takes
+// the tile again (`Consumer::start_over`).
+//
+// Grid: as many blocks as run at once; block b takes the tiles b, 2 G - 1 - b, 2 G + b, ... of G
+// blocks (longest first, forth and back). Dynamic shared memory: stages of queries (kQueries x
+// kFeatures), of keys (kKeys x kFeatures) and of values (kKeys x kValues), results on their way out
+// (kQueries x kValues), all as panels of 64 columns; then the slots and the barriers.
+#include "attention/block.cuh"
+#include "attention/fragments.cuh"
+#include "attention/parameters.cuh"
+#include "lib/nonfinite.cuh"
+#include "lib/ptx_barrier.cuh"
+#include "lib/ptx_tma.cuh"
+#include "lib/ptx_wgmma.cuh"
+
+namespace cuflash {
+
+struct alignas(64) WgmmaParameters {
+    TensorMap q, k, v, out;
+    AttentionParameters attention;
+    int64 tiles;     // of the grid: row tiles x shares x entries
+    int64 group;     // entries (times shares) whose keys and values stay in L2 together
+    int out_by_map;  // results leave by TMA
+};
+
+// Consumer warpgroups, keys of a tile, padded width of the heads, stages of keys and of values, of
+// queries; whether results leave by shared memory, whether warpgroups take turns at the tensor
+// cores, and whether whole tiles go without a maximum. `device/attention_plans_wgmma.py` says which
+// tiles there are, and why.
+template <int kGroups_, int kKeys_, int kWidth_, int kStages_, int kQueryStages_, bool kStaged_,
+          bool kTurns_, bool kTopless_>
+struct WgmmaTile {
+    static constexpr int kGroups = kGroups_, kKeys = kKeys_, kWidth = kWidth_;
+    static constexpr int kStages = kStages_, kQueryStages = kQueryStages_;
+    static constexpr bool kStaged = kStaged_, kTurns = kTurns_, kTopless = kTopless_;
+    static constexpr int kWarps = 4 * kGroups;  // of the consumers
+    static constexpr int kThreads = 128 * (kGroups + 1);
+    static constexpr int kQueries = 64 * kGroups;
+    static constexpr int kPanels = kWidth / 64;
+    static constexpr int kKeyTiles = kKeys / 8, kValueTiles = kWidth / 8;
+    static constexpr int kFeatureSteps = kWidth / 16, kKeySteps = kKeys / 16;
+    static constexpr int kQueryBytes = kQueries * kWidth * 2;
+    static constexpr int kKeyBytes = kKeys * kWidth * 2;
+    static constexpr int kOutWarpBytes = 16 * kWidth * 2;
+    static constexpr int kTileBytes = kQueryStages * kQueryBytes + 2 * kStages * kKeyBytes +
+                                      (kStaged ? kWarps * kOutWarpBytes : 0);
+    // What a block starts with, 65536 / kThreads a thread rounded down to 8, moves to the
+    // consumers.
+    static constexpr int kProducerRegisters = kGroups == 2 ? 56 : 32;
+    static constexpr int kConsumerRegisters = kGroups == 2 ? 224 : kGroups == 3 ? 160 : 112;
+    static_assert(kKeys % 16 == 0 && kWidth % 64 == 0, "panels of whole groups of rows");
+};
+
+// ------------------------------------------------------------------------------------- pipeline
+
+enum Token {
+    kWork,   // a tile
+    kPause,  // no tile for now: finish what is under way
+    kEnd,
+};
+
+constexpr int kSlots = 4;
+
+// What the producer hands to the consumers with a stage of queries.
+template <typename T, typename Score, int kGroups>
+struct Slot {
+    BlockWork<T, Score> block;
+    Token token;
+    int64 tile;     // in the grid
+    int clean;      // the tile is taken again with non-finite values as 0: see lib/nonfinite.cuh
+    int tiles;      // of keys, at least one
+    int first_key;  // of the first of them
+    int seen_first, seen_last;                     // keys of this share
+    int whole_begin[kGroups], whole_end[kGroups];  // tiles that all rows of a warpgroup see whole
+};
+
+// Where a ring of stages is read or written. One number: registers are for the accumulators.
+template <int kStages>
+struct Ring {
+    int turn;  // 0..2 * kStages - 1
+
+    __device__ __forceinline__ int stage() const { return turn < kStages ? turn : turn - kStages; }
+    // Of the phase to wait for.
+    __device__ __forceinline__ unsigned parity() const { return turn < kStages ? 0 : 1; }
+    __device__ __forceinline__ void advance() { turn = turn + 1 == 2 * kStages ? 0 : turn + 1; }
+};
+
+// The tiles that were taken again. If there were more, the first is all tiles of the block.
+struct DirtyTiles {
+    static constexpr int kMost = 32;
+    int count;
+    int64 tile[kMost];
+
+    __device__ __forceinline__ void add(int64 index) {
+        if (count < kMost) tile[count] = index;
+        ++count;
+    }
+};
+
+// Shared memory as addresses.
+template <typename Tile, typename SlotType>
+struct Rooms {
+    // Room that a launch leaves behind the tiles.
+    static constexpr int kBytes = 2816;
+    unsigned char* memory;
+    unsigned queries, keys, values, out;
+    unsigned queries_full, queries_free, keys_full, keys_free, values_full, values_free, slot_free;
+    SlotType* slots;
+    DirtyTiles* dirty;
+
+    __device__ __forceinline__ explicit Rooms(unsigned char* memory) : memory(memory) {
+        queries = shared_address(memory);
+        keys = queries + Tile::kQueryStages * Tile::kQueryBytes;
+        values = keys + Tile::kStages * Tile::kKeyBytes;
+        out = values + Tile::kStages * Tile::kKeyBytes;
+        queries_full = queries + Tile::kTileBytes;
+        queries_free = queries_full + 8 * Tile::kQueryStages;
+        keys_full = queries_free + 8 * Tile::kQueryStages;
+        keys_free = keys_full + 8 * Tile::kStages;
+        values_full = keys_free + 8 * Tile::kStages;
+        values_free = values_full + 8 * Tile::kStages;
+        slot_free = values_free + 8 * Tile::kStages;
+        slots = reinterpret_cast<SlotType*>(memory + Tile::kTileBytes + kBarrierBytes);
+        dirty = reinterpret_cast<DirtyTiles*>(slots + kSlots);
+    }
+
+    static constexpr int kBarrierBytes =
+        (8 * (2 * Tile::kQueryStages + 4 * Tile::kStages + kSlots) + 15) / 16 * 16;
+
+    // By one thread.
+    __device__ __forceinline__ void begin() const {
+        static_assert(kBarrierBytes + kSlots * sizeof(SlotType) + sizeof(DirtyTiles) <= kBytes,
+                      "slots take more room than there is");
+        dirty->count = 0;
+        for (int i = 0; i < Tile::kQueryStages; ++i) {
+            barrier_begin(queries_full + 8 * i, 1);
+            barrier_begin(queries_free + 8 * i, Tile::kWarps);
+        }
+        for (int i = 0; i < Tile::kStages; ++i) {
+            barrier_begin(keys_full + 8 * i, 1);
+            barrier_begin(keys_free + 8 * i, Tile::kWarps);
+            barrier_begin(values_full + 8 * i, 1);
+            barrier_begin(values_free + 8 * i, Tile::kWarps);
+        }
+        for (int i = 0; i < kSlots; ++i) barrier_begin(slot_free + 8 * i, Tile::kWarps);
+        fence_barriers();
+        fence_shared_for_copies();
+    }
+};
+
+// The tile of a block in round `round`: forth and back, so that who had the longest tile of a round
+// has the shortest of the next.
+__device__ __forceinline__ int64 tile_of_round(int64 round) {
+    const int64 blocks = gridDim.x;
+    return round * blocks + (round % 2 ? blocks - 1 - blockIdx.x : blockIdx.x);
+}
+
+// Where a tile lies in the grid: within a group of entries the longest rows of all come first.
+__device__ __forceinline__ int64 in_grid(const WgmmaParameters& p, int64 tile) {
+    const int64 rows = p.attention.grid.row_tiles, entries = p.tiles / rows;
+    const int64 begin = tile / (p.group * rows) * p.group;
+    const int64 size = min(p.group, entries - begin), rest = tile - begin * rows;
+    return (begin + rest % size) * rows + rest / size;
+}
+
+// ------------------------------------------------------------------------------------- producer
+
+// One warp: finds the tiles of the block, describes them in slots and fetches what they need.
+template <typename T, typename Score, typename Tile>
+struct Producer {
+    using SlotType = Slot<T, Score, Tile::kGroups>;
+    using RoomsType = Rooms<Tile, SlotType>;
+    const WgmmaParameters& p;
+    const RoomsType& rooms;
+    const bool leads;  // one lane starts all copies
+    // All stages are free at first: the phase before the first has the other parity.
+    Ring<Tile::kQueryStages> queries{Tile::kQueryStages};
+    Ring<Tile::kStages> keys{Tile::kStages}, values{Tile::kStages};
+    int slot = 0;
+    unsigned issued = 0, parities = 0;  // bits of slots
+    int64 round = 0;
+    bool ready, again;  // the slot has a tile; that is taken again
+    // Values are fetched one tile of keys late, as they are used.
+    bool waiting = false;
+    BoxStart waiting_values;
+
+    __device__ __forceinline__ Producer(const WgmmaParameters& p, const RoomsType& rooms)
+        : p(p), rooms(rooms), leads(threadIdx.x % 32 == 0) {}
+
+    __device__ __forceinline__ void run() {
+        prepare();
+        while (true) {
+            if (!ready) {
+                // The end, unless one of the tiles under way has to be taken again.
+                fetch_waiting_values();
+                send(kPause);
+                int64 tile = -1;
+                for (int i = 0; i < kSlots && tile < 0; ++i) tile = settle((slot + i) % kSlots);
+                if (tile < 0) return send(kEnd);
+                again = true;
+                describe(tile);
+            }
+            fetch();
+        }
+    }
+
+  private:
+    // Describes the next tile, if there is one, in the next slot: the oldest, whose own tile may
+    // have to be taken again.
+    __device__ __forceinline__ void prepare() {
+        const int64 tile = settle(slot);
+        again = tile >= 0;
+        ready = again && describe(tile);
+        while (!ready && tile_of_round(round) < p.tiles)
+            ready = describe(in_grid(p, tile_of_round(round++)));
+    }
+
+    // Waits until the consumers are done with a slot. Returns its tile if that has to be taken
+    // again, else -1.
+    __device__ __forceinline__ int64 settle(int which) {
+        if (!(issued >> which & 1)) return -1;
+        barrier_wait(rooms.slot_free + 8 * which, parities >> which & 1);
+        parities ^= 1u << which;
+        issued ^= 1u << which;
+        const SlotType& done = rooms.slots[which];
+        const int64 tile = done.token == kWork && done.block.redo && !done.clean ? done.tile : -1;
+        __syncwarp();
+        return tile;
+    }
+
+    // False if the tile has no row.
+    __device__ __forceinline__ bool describe(int64 tile) {
+        SlotType& current = rooms.slots[slot];
+        BlockWork<T, Score>& block = current.block;
+        if (!block.begin_by_warp(p.attention, tile, Tile::kQueries, Tile::kWidth, Tile::kKeys))
+            return false;
+        const int group = threadIdx.x % 32;
+        const TileRange tiles = block.tiles;
+        const bool none = tiles.begin == tiles.end;
+        if (leads) {
+            current.tile = tile;
+            // A share without keys walks over a tile that it does not see.
+            current.tiles = none ? 1 : int(tiles.end - tiles.begin);
+            current.first_key = int(tiles.begin) * Tile::kKeys;
+            current.seen_first = none ? 0 : current.first_key;
+            current.seen_last = none ? -1 : int(tiles.end) * Tile::kKeys - 1;
+        }
+        if (group < Tile::kGroups) {
+            const int64 row = block.first_row + 64 * group;
+            const KeyRange all = block.score.range_of_all(row, row + 64);
+            auto relative = [&](int64 key_tile) {
+                return int(clamp(key_tile, tiles.begin, tiles.end) - tiles.begin);
+            };
+            current.whole_begin[group] = relative((all.first + Tile::kKeys - 1) / Tile::kKeys);
+            current.whole_end[group] = relative((all.last + 1) / Tile::kKeys);
+        }
+        __syncwarp();
+        return true;
+    }
+
+    __device__ __forceinline__ BoxStart start_of(const BatchedArray& array, const SlotType& current,
+                                                 int64 row) const {
+        BoxStart at{0, int(row), {}};
+#pragma unroll
+        for (int axis = 0; axis < 3; ++axis)
+            if (axis < p.attention.batch.count && array.batch_stride[axis])
+                at.batch[axis] = int(current.block.index.on_axis[axis]);
+        return at;
+    }
+
+    // A tile of `rows` rows, panel by panel.
+    __device__ __forceinline__ void copy(unsigned to, const TensorMap& from, BoxStart at, int rows,
+                                         unsigned barrier) const {
+#pragma unroll
+        for (int panel = 0; panel < Tile::kPanels; ++panel) {
+            at.element = 64 * panel;
+            copy_box(to + panel * rows * 128, &from, at, barrier);
+        }
+    }
+
+    // Hands the tile that was prepared over, fetches it, and prepares the next one meanwhile.
+    __device__ __forceinline__ void fetch() {
+        SlotType& current = rooms.slots[slot];
+        barrier_wait(rooms.queries_free + 8 * queries.stage(), queries.parity());
+        const AttentionParameters& a = p.attention;
+        if (leads) {
+            if (again) rooms.dirty->add(current.tile);
+            current.clean = again;
+            current.token = kWork;
+            const unsigned full = rooms.queries_full + 8 * queries.stage();
+            barrier_arrive_expecting(full, Tile::kQueryBytes);
+            copy(rooms.queries + queries.stage() * Tile::kQueryBytes, p.q,
+                 start_of(a.q, current, current.block.first_row), Tile::kQueries, full);
+        }
+        queries.advance();
+        issued |= 1u << slot;
+        slot = (slot + 1) % kSlots;
+        BoxStart key = start_of(a.k, current, 0), value = start_of(a.v, current, 0);
+        const int tiles = current.tiles;
+        const int first_row = int(current.block.segment.first_key) + current.first_key;
+#pragma unroll 1
+        for (int tile = tiles - 1; tile >= 0; --tile) {
+            key.row = value.row = first_row + tile * Tile::kKeys;
+            barrier_wait(rooms.keys_free + 8 * keys.stage(), keys.parity());
+            if (leads) {
+                const unsigned full = rooms.keys_full + 8 * keys.stage();
+                barrier_arrive_expecting(full, Tile::kKeyBytes);
+                copy(rooms.keys + keys.stage() * Tile::kKeyBytes, p.k, key, Tile::kKeys, full);
+            }
+            keys.advance();
+            fetch_waiting_values();
+            waiting = true;
+            waiting_values = value;
+            if (tile == tiles - 1) prepare();
+        }
+    }
+
+    __device__ __forceinline__ void fetch_waiting_values() {
+        if (!waiting) return;
+        waiting = false;
+        barrier_wait(rooms.values_free + 8 * values.stage(), values.parity());
+        if (leads) {
+            const unsigned full = rooms.values_full + 8 * values.stage();
+            barrier_arrive_expecting(full, Tile::kKeyBytes);
+            copy(rooms.values + values.stage() * Tile::kKeyBytes, p.v, waiting_values, Tile::kKeys,
+                 full);
+        }
+        values.advance();
+    }
+
+    __device__ __forceinline__ void send(Token token) {
+        barrier_wait(rooms.queries_free + 8 * queries.stage(), queries.parity());
+        if (leads) {
+            rooms.slots[slot].token = token;
+            barrier_arrive(rooms.queries_full + 8 * queries.stage());
+        }
+        queries.advance();
+        issued |= 1u << slot;
+        slot = (slot + 1) % kSlots;
+    }
+};
+
+// ------------------------------------------------------------------------------------- consumer
+
+// Tells the compiler that all threads of a warp agree, so that branches on it are no divergence:
+// products behind a branch that may diverge are run one by one.
+__device__ __forceinline__ int uniform(int x) {
+    return __shfl_sync(kFullWarp, x, 0);
+}
+
+struct No {
+    static constexpr bool value = false;
+};
+struct Yes {
+    static constexpr bool value = true;
+};
+
+// Makes sure that what `x` comes from is done before a wait that follows: ptxas moves waits up over
+// arithmetic, but not over a store, which this, as sums of weights are not negative, never is.
+__device__ __forceinline__ void finish_before_wait(float x, unsigned address) {
+    asm volatile(
+        "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n"
+        "@never st.shared.u32 [%1], %1;\n}" ::"f"(x),
+        "r"(address)
+        : "memory");
+}
+
+// A warp of a consumer warpgroup.
+template <typename T, typename Score, typename Tile>
+struct Consumer {
+    using SlotType = Slot<T, Score, Tile::kGroups>;
+    using RoomsType = Rooms<Tile, SlotType>;
+    static constexpr int kKeyTiles = Tile::kKeyTiles, kValueTiles = Tile::kValueTiles;
+    // Sums of a thread's weights in a tile up to here need no larger reference.
+    static constexpr float kMostWeight = 1024;
+
+    const WgmmaParameters& p;
+    const RoomsType& rooms;
+    const int group;
+    const float unit;
+    Ring<Tile::kQueryStages> queries{0};
+    Ring<Tile::kStages> keys{0}, values{0};
+    int slot = 0;
+
+    float s[kKeyTiles][4];
+    float out[kValueTiles][4];
+    unsigned weights[Tile::kKeySteps][4];
+    FragmentRow state[2];
+
+    __device__ __forceinline__ Consumer(const WgmmaParameters& p, const RoomsType& rooms, int group)
+        : p(p), rooms(rooms), group(group), unit(float(p.attention.score.scale) * kLog2OfE) {
+        static_assert(!Score::kPerPair, "scores are not changed pair by pair");
+    }
+
+    __device__ __forceinline__ void run() {
+        if (Tile::kTurns && group == Tile::kGroups - 1) give_turn(0);
+        while (true) {
+            barrier_wait(rooms.queries_full + 8 * queries.stage(), queries.parity());
+            const SlotType* current = &rooms.slots[slot];
+            const Token token = Token(uniform(current->token));
+            if (token != kWork) {
+                free_queries();
+                free_slot();
+                if (token == kEnd) break;
+                continue;
+            }
+            begin(*current);
+            wait_for_keys();
+            take_turn();
+            begin_products();
+            multiply_keys();
+            commit_products();
+            pass_turn();
+            wait_for_products<0>();
+            pin(s);
+            free_keys();
+            if (current->tiles == 1) release(rooms.queries_free + 8 * queries.stage());
+            first_softmax(*current);
+            pack_weights();
+            while (current = walk(*current)) {
+            }
+        }
+        if (Tile::kStaged && lane() == 0) wait_for_boxes();
+        const int count = rooms.dirty->count;
+        for (int i = 0; count > DirtyTiles::kMost || i < count; ++i) {
+            int64 tile = rooms.dirty->tile[i % DirtyTiles::kMost];
+            if (count > DirtyTiles::kMost) {  // they were too many to be listed
+                if (tile_of_round(i) >= p.tiles) break;
+                tile = in_grid(p, tile_of_round(i));
+            }
+            put_back(tile);
+        }
+    }
+
+  private:
+    // From the first weights of a tile to its results. Returns the next tile, whose first weights
+    // are made then, or null.
+    __device__ __forceinline__ const SlotType* walk(const SlotType& current) {
+        const bool clean = uniform(current.clean);
+        int accumulate = 0;
+        int tile = uniform(current.tiles) - 2;
+        const int whole_begin = uniform(current.whole_begin[group]);
+        const int exact = uniform(current.whole_end[group]) - int(Tile::kTopless);
+        for (; tile >= max(exact, whole_begin); --tile)
+            step(current, tile, accumulate, clean, Yes{});
+        for (; tile >= whole_begin; --tile) step(current, tile, accumulate, clean, No{});
+        for (; tile >= 0; --tile) step(current, tile, accumulate, clean, Yes{});
+
+        Ring<Tile::kQueryStages> after = queries;
+        after.advance();
+        barrier_wait(rooms.queries_full + 8 * after.stage(), after.parity());
+        const SlotType& next = rooms.slots[(slot + 1) % kSlots];
+        queries = after;
+        if (clean) clean_values();
+        if (uniform(next.token) != kWork) {
+            wait_for_values();
+            begin_products();
+            multiply_values(accumulate);
+            commit_products();
+            wait_for_products<0>();
+            pin(out);
+            free_values();
+            finish(current, normalize(current));
+            free_slot();
+            return nullptr;
+        }
+        wait_for_keys();
+        take_turn();
+        begin_products();
+        multiply_keys();
+        commit_products();
+        wait_for_values();
+        multiply_values(accumulate);
+        commit_products();
+        pass_turn();
+        wait_for_products<1>();
+        pin(s);
+        free_keys();
+        if (next.tiles == 1) release(rooms.queries_free + 8 * queries.stage());
+        const Inverses inverses = normalize(current);
+        begin(next);
+        first_softmax(next);
+        finish_before_wait(state[0].l + state[1].l, rooms.queries);
+        wait_for_products<0>();
+        pin(out);
+        free_values();
+        finish(current, inverses);
+        free_slot();
+        pack_weights();
+        return &next;
+    }
+
+    // Scores and weights of one tile of keys, beside the sums of the one before.
+    template <typename Exact>
+    __device__ __forceinline__ void step(const SlotType& current, int tile, int& accumulate,
+                                         bool clean, Exact) {
+        if (clean) clean_values();
+        wait_for_keys();
+        take_turn();
+        begin_products();
+        multiply_keys();
+        commit_products();
+        wait_for_values();
+        multiply_values(accumulate);
+        commit_products();
+        pass_turn();
+        wait_for_products<1>();
+        pin(s);
+        float factor[2] = {1, 1};
+        bool rose = false;
+        if constexpr (Tile::kTopless && !Exact::value) {
+            float sum[2];
+            weigh(sum);
+            const bool high[2] = {!(sum[0] <= kMostWeight), !(sum[1] <= kMostWeight)};
+            if (__any_sync(kFullWarp, high[0] || high[1])) {
+                start_over(high, factor, sum);
+                rose = true;
+            }
+            state[0].l += sum[0];
+            state[1].l += sum[1];
+        } else {
+            hide_unseen(current, tile);
+            rose = raise(factor);
+            float sum[2];
+            weigh(sum);
+            state[0].l += sum[0];
+            state[1].l += sum[1];
+            finish_before_wait(state[0].l + state[1].l, rooms.queries);
+        }
+        free_keys();
+        if (tile == 0) release(rooms.queries_free + 8 * queries.stage());
+        wait_for_products<0>();
+        pin(out);
+        free_values();
+        if (rose) {
+#pragma unroll
+            for (int j = 0; j < kValueTiles; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[j][e] *= factor[e / 2];
+        }
+        pack_weights();
+        accumulate = 1;
+    }
+
+    // --------------------------------------------------------------------------- rows and scores
+
+    __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
+    // The first row of the warp in the tile.
+    __device__ __forceinline__ int warp_row() const { return threadIdx.x / 32 * 16 - 64; }
+
+    __device__ __forceinline__ int64 row_of(const SlotType& current, int i) const {
+        return current.block.first_row + warp_row() + 8 * i + lane() / 4;
+    }
+
+    __device__ __forceinline__ void begin(const SlotType& current) {
+        const float sink =
+            current.block.work.split == 0 ? current.block.score.sink : -infinity<float>();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) state[i].begin(sink, lane() % 4 == 0);
+    }
+
+    __device__ __forceinline__ void first_softmax(const SlotType& current) {
+        hide_unseen(current, current.tiles - 1);
+        float factor[2], sum[2];
+        raise(factor);
+        weigh(sum);
+        state[0].l += sum[0];
+        state[1].l += sum[1];
+    }
+
+    // Dot products become scores, but for the scale: -inf where a pair is unseen.
+    __device__ __forceinline__ void hide_unseen(const SlotType& current, int tile) {
+        if (tile >= current.whole_begin[group] && tile < current.whole_end[group]) return;
+        const int64 first_key = current.first_key + tile * Tile::kKeys;
+        const int own_key = lane() % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const KeyRange range = current.block.score.range(row_of(current, i));
+            const int64 first = max(range.first, int64(current.seen_first));
+            const int64 last = min(range.last, int64(current.seen_last));
+            const int low = int(clamp(first - first_key, 0, Tile::kKeys)) - own_key;
+            const int high = int(clamp(last + 1 - first_key, 0, Tile::kKeys)) - own_key;
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (8 * j + e < low || 8 * j + e >= high) s[j][2 * i + e] = -infinity<float>();
+        }
+    }
+
+    __device__ __forceinline__ float top(int i) const {
+        float a = s[0][2 * i], b = s[0][2 * i + 1];
+#pragma unroll
+        for (int j = 1; j < kKeyTiles; ++j) {
+            a = maximum(a, s[j][2 * i]);
+            b = maximum(b, s[j][2 * i + 1]);
+        }
+        return maximum(a, b);
+    }
+
+    // Raises the references that scores are too far above; tells whether there may be any.
+    __device__ __forceinline__ bool raise(float (&factor)[2]) {
+        float tops[2] = {top(0), top(1)};
+        factor[0] = factor[1] = 1;
+        if (!__any_sync(kFullWarp, state[0].is_passed_by(tops[0], unit) ||
+                                       state[1].is_passed_by(tops[1], unit)))
+            return false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            tops[i] = reduce_quad(tops[i], [](float a, float b) { return maximum(a, b); });
+            factor[i] = state[i].raise(tops[i], unit);
+        }
+        return true;
+    }
+
+    // Scores become weights, summed a row.
+    __device__ __forceinline__ void weigh(float (&sum)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float odd = 0;
+            sum[i] = 0;
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+                float &a = s[j][2 * i], &b = s[j][2 * i + 1];
+                a = state[i].weight(a, unit);
+                b = state[i].weight(b, unit);
+                sum[i] += a;
+                odd += b;
+            }
+            sum[i] += odd;
+        }
+    }
+
+    // The weights of rows that one of their lanes calls `high`, once more, from the tiles that are
+    // still there, by the warp alone, relative to a raised reference. Other rows keep theirs: no
+    // row decides over another's bits.
+    __device__ __forceinline__ void start_over(const bool (&high)[2], float (&factor)[2],
+                                               float (&sum)[2]) {
+        wait_for_products<0>();  // registers of the weights before are free
+        pin(out);
+        bool again[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            again[i] = __ballot_sync(kFullWarp, high[i]) >> (lane() & ~3) & 15;
+        const unsigned query_rows =
+            rooms.queries + queries.stage() * Tile::kQueryBytes + (warp_row() + lane() % 16) * 128;
+        const unsigned key_rows =
+            rooms.keys + keys.stage() * Tile::kKeyBytes + (lane() % 8 + lane() / 16 * 8) * 128;
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; j += 2) {
+            float dots[2][4] = {};
+#pragma unroll 1
+            for (int step = 0; step < Tile::kFeatureSteps; ++step) {
+                const int panel = step / 4, chunk = step % 4 * 2;
+                unsigned a[4], b[4];
+                load_matrices(a, query_rows + panel * Tile::kQueries * 128 +
+                                     ((chunk + lane() / 16) ^ lane() % 8) * 16);
+                load_matrices(b, key_rows + panel * Tile::kKeys * 128 + j * 8 * 128 +
+                                     ((chunk + lane() / 8 % 2) ^ lane() % 8) * 16);
+                MatrixProduct<T>::add(dots[0], a, b[0], b[1]);
+                MatrixProduct<T>::add(dots[1], a, b[2], b[3]);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (again[e / 2]) s[j][e] = dots[0][e];
+                if (again[e / 2]) s[j + 1][e] = dots[1][e];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float t = reduce_quad(top(i), [](float a, float b) { return maximum(a, b); });
+            if (!again[i]) continue;
+            factor[i] = state[i].raise(t, unit);
+            float odd = 0;
+            sum[i] = 0;
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+                sum[i] += s[j][2 * i] = state[i].weight(s[j][2 * i], unit);
+                odd += s[j][2 * i + 1] = state[i].weight(s[j][2 * i + 1], unit);
+            }
+            sum[i] += odd;
+        }
+    }
+
+    __device__ __forceinline__ void pack_weights() {
+#pragma unroll
+        for (int step = 0; step < Tile::kKeySteps; ++step)
+#pragma unroll
+            for (int part = 0; part < 4; ++part) {
+                const float* pair = &s[2 * step + part / 2][part % 2 * 2];
+                weights[step][part] = pack<T>(pair[0], pair[1]);
+            }
+    }
+
+    // ---------------------------------------------------------------------------------- products
+
+    __device__ __forceinline__ void multiply_keys() {
+        SharedProduct<T, Tile::kKeys>::template start<Tile::kPanels, Tile::kQueries, Tile::kKeys>(
+            s,
+            rows_of_terms(rooms.queries + queries.stage() * Tile::kQueryBytes + group * 64 * 128),
+            rows_of_terms(rooms.keys + keys.stage() * Tile::kKeyBytes));
+    }
+
+    __device__ __forceinline__ void multiply_values(int accumulate) {
+        HeldProduct<T, Tile::kWidth, Tile::kKeySteps>::add(
+            out, weights,
+            columns_of_terms(rooms.values + values.stage() * Tile::kKeyBytes, Tile::kKeys),
+            accumulate);
+    }
+
+    // In tiles that are taken again: non-finite values become 0.
+    __device__ __forceinline__ void clean_values() {
+        constexpr int kThreads = 32 * Tile::kWarps;
+        wait_for_values();
+        unsigned* words = reinterpret_cast<unsigned*>(
+            rooms.memory + (rooms.values - rooms.queries) + values.stage() * Tile::kKeyBytes);
+#pragma unroll 1
+        for (int i = threadIdx.x - 128; i < Tile::kKeyBytes / 4; i += kThreads) {
+            const auto pair = bytes_as<Pair>(words[i]);
+            words[i] = bytes_as<unsigned>(
+                Pair{is_finite(widen(pair.first)) ? pair.first : narrow<T>(0),
+                     is_finite(widen(pair.second)) ? pair.second : narrow<T>(0)});
+        }
+        fence_shared_for_copies();
+        named_barrier_wait(kCleanBarrier, kThreads);
+    }
+
+    // ----------------------------------------------------------------------------------- results
+
+    struct Inverses {
+        float of_row[2];  // 1 / l; -1 if nothing was seen
+    };
+
+    // Reduces the normalizers and stores lse: what can be done before the last sums are there.
+    __device__ __forceinline__ Inverses normalize(const SlotType& current) const {
+        const Output<T> output(p.attention, current.block.index, current.block.work.split);
+        Inverses inverses;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float l = reduce_quad(state[i].l, [](float a, float b) { return add(a, b); });
+            const int64 row = row_of(current, i);
+            if (!current.block.score.is_used(row)) l = 0;
+            inverses.of_row[i] = l == 0 ? -1 : 1 / l;
+            if (lane() % 4 == 0 && row < current.block.end_row)
+                output.store_lse(row,
+                                 l == 0 ? -infinity<float>()
+                                        : multiply_add(state[i].reference, kLogOf2, logarithm(l)));
+        }
+        return inverses;
+    }
+
+    __device__ __forceinline__ void finish(const SlotType& current, const Inverses& inverses) {
+        bool damaged = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float inverse = inverses.of_row[i];
+            bool finite = true;
+#pragma unroll
+            for (int j = 0; j < kValueTiles; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = out[j][2 * i + e];
+                    x = inverse < 0 ? 0 : x * inverse;
+                    finite &= is_finite(x);
+                }
+            damaged |= !finite && inverse > 0;
+        }
+        if (damaged) const_cast<SlotType&>(current).block.redo = 1;
+        if (Tile::kStaged && p.out_by_map)
+            store_by_map(current);
+        else
+            store_directly(current);
+    }
+
+    // By way of shared memory and TMA, each warp its rows.
+    __device__ __forceinline__ void store_by_map(const SlotType& current) {
+        constexpr int kPanelBytes = 16 * 128;
+        const unsigned own = rooms.out + warp_row() / 16 * Tile::kOutWarpBytes;
+        if (lane() == 0) {
+            if (current.clean)
+                wait_for_boxes();  // what the first turn wrote must not come later
+            else
+                wait_for_boxes_read();
+        }
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < kValueTiles; j += 2) {
+            const int panel = j / 8, chunk = j % 8 + lane() / 16;
+            const unsigned pairs[4] = {pack<T>(out[j][0], out[j][1]), pack<T>(out[j][2], out[j][3]),
+                                       pack<T>(out[j + 1][0], out[j + 1][1]),
+                                       pack<T>(out[j + 1][2], out[j + 1][3])};
+            store_matrices(
+                own + panel * kPanelBytes + lane() % 16 * 128 + (chunk ^ lane() % 8) * 16, pairs);
+        }
+        fence_shared_for_copies();
+        __syncwarp();
+        if (lane() == 0) {
+            BoxStart at{0, int(current.block.first_row) + warp_row(), {}};
+#pragma unroll
+            for (int axis = 0; axis < 3; ++axis)
+                if (axis < p.attention.batch.count)
+                    at.batch[axis] = int(current.block.index.on_axis[axis]);
+#pragma unroll
+            for (int panel = 0; panel < Tile::kPanels; ++panel) {
+                at.element = 64 * panel;
+                copy_box(&p.out, at, own + panel * kPanelBytes);
+            }
+            commit_boxes();
+        }
+    }
+
+    __device__ __forceinline__ void store_directly(const SlotType& current) const {
+        const Output<T> output(p.attention, current.block.index, current.block.work.split);
+        const Matrix<T> rounded = output.template matrix<T>();
+        const bool by_vectors = !p.attention.out_is_wide && rounded.column_stride == 1 &&
+                                rounded.row_stride % kVector<T> == 0 &&
+                                is_vector_aligned(rounded.data);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int64 row = row_of(current, i);
+            const bool present = row < current.block.end_row;
+            if (by_vectors) {
+#pragma unroll
+                for (int j = 0; j < kValueTiles; j += 4) {
+                    unsigned pairs[4];
+#pragma unroll
+                    for (int k = 0; k < 4; ++k)
+                        pairs[k] = pack<T>(out[j + k][2 * i], out[j + k][2 * i + 1]);
+                    transpose_quad(pairs);
+                    const int column = 8 * (j + lane() % 4);
+                    T* const target = &rounded.at(row, column);
+                    if (present && column + kVector<T> <= p.attention.values) {
+                        *reinterpret_cast<uint4*>(target) = {pairs[0], pairs[1], pairs[2],
+                                                             pairs[3]};
+                    } else if (present) {
+#pragma unroll
+                        for (int k = 0; k < 4; ++k) {
+                            const auto pair = bytes_as<Pair>(pairs[k]);
+                            if (column + 2 * k < p.attention.values) target[2 * k] = pair.first;
+                            if (column + 2 * k + 1 < p.attention.values)
+                                target[2 * k + 1] = pair.second;
+                        }
+                    }
+                }
+            } else if (present) {
+#pragma unroll
+                for (int j = 0; j < kValueTiles; ++j)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int column = 8 * j + lane() % 4 * 2 + e;
+                        if (column < p.attention.values)
+                            output.store(row, column, out[j][2 * i + e]);
+                    }
+            }
+        }
+    }
+
+    // Word k of lane q of a quad becomes word q of lane k.
+    __device__ __forceinline__ void transpose_quad(unsigned (&x)[4]) const {
+        const bool odd = lane() & 1, high = lane() & 2;
+        unsigned a = odd ? x[0] : x[1], b = odd ? x[2] : x[3];
+        a = __shfl_xor_sync(kFullWarp, a, 1);
+        b = __shfl_xor_sync(kFullWarp, b, 1);
+        x[0] = odd ? a : x[0];
+        x[1] = odd ? x[1] : a;
+        x[2] = odd ? b : x[2];
+        x[3] = odd ? x[3] : b;
+        a = high ? x[0] : x[2];
+        b = high ? x[1] : x[3];
+        a = __shfl_xor_sync(kFullWarp, a, 2);
+        b = __shfl_xor_sync(kFullWarp, b, 2);
+        x[0] = high ? a : x[0];
+        x[2] = high ? x[2] : a;
+        x[1] = high ? b : x[1];
+        x[3] = high ? x[3] : b;
+    }
+
+    // What the warp's rows of a tile see of non-finite values, after their results without them.
+    // After all products: the compiler runs them one by one if loops that threads may leave apart
+    // come between.
+    __device__ __forceinline__ void put_back(int64 tile) const {
+        __syncwarp();
+        auto& block = reinterpret_cast<BlockWork<T, Score>*>(rooms.memory)[threadIdx.x / 32];
+        if (!block.begin_by_warp(p.attention, tile, Tile::kQueries, Tile::kWidth, Tile::kKeys))
+            return;
+        const Output<T> output(p.attention, block.index, block.work.split);
+        for (int own = 0; own < 16; ++own) {
+            const int64 row = block.first_row + warp_row() + own;
+            if (row >= block.end_row) break;
+            KeyRange seen = block.score.range(row);
+            seen.first = max(seen.first, block.tiles.begin * Tile::kKeys);
+            seen.last = min(seen.last, block.tiles.end * Tile::kKeys - 1);
+            // Any weight but 0 makes an infinite value what it is.
+            add_nonfinite(
+                block.q, block.k, block.v, p.attention.features, 0, p.attention.values, row, seen,
+                block.score,
+                [](float score) { return score == -infinity<float>() ? 0 : 1 + (score - score); },
+                [&](int64 column, float x) { output.store(row, column, x); });
+        }
+    }
+
+    // ------------------------------------------------------------------------------------- waits
+
+    struct alignas(4) Pair {
+        T first, second;
+    };
+    static constexpr int kCleanBarrier = 1 + Tile::kGroups;
+
+    __device__ __forceinline__ void wait_for_keys() const {
+        barrier_wait(rooms.keys_full + 8 * keys.stage(), keys.parity());
+    }
+    __device__ __forceinline__ void wait_for_values() const {
+        barrier_wait(rooms.values_full + 8 * values.stage(), values.parity());
+    }
+    __device__ __forceinline__ void release(unsigned barrier) const {
+        if (lane() == 0) barrier_arrive(barrier);
+    }
+    __device__ __forceinline__ void free_keys() {
+        release(rooms.keys_free + 8 * keys.stage());
+        keys.advance();
+    }
+    __device__ __forceinline__ void free_values() {
+        release(rooms.values_free + 8 * values.stage());
+        values.advance();
+    }
+    __device__ __forceinline__ void free_queries() {
+        release(rooms.queries_free + 8 * queries.stage());
+        queries.advance();
+    }
+    __device__ __forceinline__ void free_slot() {
+        __syncwarp();
+        release(rooms.slot_free + 8 * slot);
+        slot = (slot + 1) % kSlots;
+    }
+
+    // One warpgroup starts its products while the others have their softmax.
+    __device__ __forceinline__ void take_turn() const {
+        if (Tile::kTurns) named_barrier_wait(1 + group, 256);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (Tile::kTurns) give_turn(group + 1 == Tile::kGroups ? 0 : group + 1);
+    }
+    __device__ __forceinline__ void give_turn(int to) const { named_barrier_arrive(1 + to, 256); }
+};
+
+// --------------------------------------------------------------------------------------- kernel
+
+template <typename T, typename Score, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    forward_wgmma(const __grid_constant__ WgmmaParameters p) {
+    extern __shared__ __align__(1024) unsigned char wgmma_shared[];
+    using SlotType = Slot<T, Score, Tile::kGroups>;
+    const Rooms<Tile, SlotType> rooms(wgmma_shared);
+    const int group = uniform(threadIdx.x / 128);
+    if (threadIdx.x == 0) {
+        prefetch_map(&p.q);
+        prefetch_map(&p.k);
+        prefetch_map(&p.v);
+        rooms.begin();
+    }
+    __syncthreads();
+    if (group == 0) {
+        give_back_registers<Tile::kProducerRegisters>();
+        if (threadIdx.x < 32) Producer<T, Score, Tile>(p, rooms).run();
+    } else {
+        take_registers<Tile::kConsumerRegisters>();
+        Consumer<T, Score, Tile>(p, rooms, group - 1).run();
+    }
+}
+
+}  // namespace cuflash

@@ -1,0 +1,145 @@
+"""The Hopper family: its laws, and each way through its barriers."""
+
+import itertools
+from dataclasses import replace
+
+import cupy
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import cuflash
+from cuflash.device.executor import device_limits
+from cuflash.testing.bounds import assert_attention_close, expect_attention
+from cuflash.testing.problems import AttentionCase
+from cuflash.testing.properties import ATTENTION_PROPERTIES
+from cuflash.testing.strategies import attention_problems
+from tests.device.test_attention import attend, normal
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if device_limits(0).compute_capability != "90":
+        pytest.skip("no Hopper GPU")
+
+
+def fit(case):
+    """Give a case the least rows, and widths whose rows begin at multiples of 16 bytes."""
+    width, value_width = (-(-x // 8) * 8 for x in (case.d, case.dv))
+    return replace(case, tq=64 + case.tq, tk=max(1, case.tk), d=width, dv=value_width)
+
+
+PROBLEMS = attention_problems(
+    dtypes=("float16", "bfloat16"),
+    options=("causal", "window", "query_offset", "key_lengths", "sinks", "enable_gqa"),
+    layouts=("contiguous",),
+    borders=(64, 80, 128),
+    max_tokens=330,
+    max_features=256,
+    max_batch_axes=2,
+).map(fit)
+
+
+@pytest.mark.parametrize("law", ATTENTION_PROPERTIES)
+def test_property(law):
+    @settings(max_examples=8)
+    @given(case=PROBLEMS)
+    def holds(case):
+        ATTENTION_PROPERTIES[law](attend("wgmma"), case)
+
+    holds()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("width", [8, 64, 80, 128, 200, 256])
+@pytest.mark.parametrize(
+    "tokens",
+    # One key, one tile, one tile and a key, very many; one row tile and many.
+    [(64, 1), (128, 80), (128, 128), (129, 129), (200, 3000), (1000, 513), (513, 1000)],
+)
+def test_tiles(tokens, width, causal):
+    tq, tk = tokens
+    case = AttentionCase(
+        q_batch=(2, 3), k_batch=(2, 3), v_batch=(2, 3), tq=tq, tk=tk, d=width, dv=width,
+        dtype="bfloat16", causal=causal,
+    )  # fmt: skip
+    ATTENTION_PROPERTIES["matches_oracle"](attend("wgmma"), case)
+
+
+@pytest.mark.parametrize("splits", [2, 5])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 30)}])
+def test_shares_of_the_keys(options, splits):
+    """With shares of which some rows see nothing."""
+    case = AttentionCase(q_batch=(3,), tq=300, tk=1500, d=64, dv=128, dtype="float16", **options)
+    ATTENTION_PROPERTIES["matches_oracle"](attend("wgmma", num_splits=splits), case)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_scores_that_grow_towards_the_keys_that_come_last(width):
+    """Tiles are walked from the last key on, without looking for a maximum: it must be found."""
+    q, k, v = (
+        np.random.default_rng(i).standard_normal((2, tokens, width)).astype(np.float16)
+        for i, tokens in enumerate((300, 2000, 2000))
+    )
+    k = (k * np.linspace(8, 0.01, 2000)[:, None]).astype(np.float16)
+    out, lse = attend("wgmma")(q, k, v, return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v))
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("entries", [3, 6000])
+def test_values_that_no_row_sees(entries, width):
+    """All tiles are taken again, with the same bits, and a block cannot list so many of them."""
+    q, k, v = (
+        normal(i, entries, tokens, width, dtype=np.float16) for i, tokens in enumerate((64, 8, 8))
+    )
+    v[:, 7] = 0
+    expected = cuflash.flash_attention(q, k, v, key_lengths=7, method="wgmma")
+    v[:, 7] = cupy.nan
+    out = cuflash.flash_attention(q, k, v, key_lengths=7, method="wgmma")
+    assert bool((out == expected).all())
+    v[:, 5, 3] = cupy.inf
+    out = cuflash.flash_attention(q, k, v, key_lengths=7, method="wgmma")
+    assert bool(cupy.isposinf(out[..., 3]).all())
+    out[..., 3] = expected[..., 3]
+    assert bool((out == expected).all())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_repeats_are_bit_equal(causal):
+    q, k, v = (normal(i, 40, 700, 128, dtype=np.float16) for i in range(3))
+    first, first_lse = cuflash.flash_attention(
+        q, k, v, causal=causal, return_lse=True, method="wgmma"
+    )
+    out, lse = cupy.empty_like(first), cupy.empty_like(first_lse)
+    differ = cupy.zeros((), bool)
+    for _ in range(200):
+        out[...] = lse[...] = cupy.nan
+        cuflash.flash_attention(q, k, v, causal=causal, out=out, lse=lse, method="wgmma")
+        differ |= (out != first).any() | (lse != first_lse).any()
+    assert not bool(differ)
+
+
+def test_addresses_that_the_copy_engine_cannot_read():
+    """A view one element into its memory goes to another family."""
+    memory = normal(0, 3, 2 * 100 * 64 + 1, dtype=np.float16)
+    q, k, v = (x[1:].reshape(2, 100, 64) for x in memory)
+    out = cuflash.flash_attention(q, k, v, method="wgmma")
+    expected = cuflash.flash_attention(q.copy(), k.copy(), v.copy(), method="mma")
+    assert bool((out == expected).all())
+
+
+def test_sequences_end_to_end():
+    rng = np.random.default_rng(1)
+    ends = np.concatenate([[0], rng.integers(1, 400, 30).cumsum()])
+    q, k, v = (normal(i, 2, int(ends[-1]), 64, dtype=np.float16) for i in range(3))
+    out, lse = cuflash.flash_attention_varlen(
+        q, k, v, ends, ends, causal=True, return_lse=True, method="wgmma"
+    )
+    for begin, end in itertools.pairwise(ends):
+        own = [cupy.asnumpy(x[:, begin:end]) for x in (q, k, v)]
+        expected = expect_attention(*own, causal=True)
+        got = cupy.asnumpy(out[:, begin:end]), cupy.asnumpy(lse[:, begin:end])
+        assert_attention_close(*got, expected)
