@@ -1,0 +1,159 @@
+// What producer and consumers of `forward_wgmma` share: parameters, the tile's shape, slots, rings
+// of stages, and where all of it lies in shared memory.
+#pragma once
+
+#include "attention/block.cuh"
+#include "attention/parameters.cuh"
+#include "lib/ptx_barrier.cuh"
+#include "lib/ptx_mma.cuh"
+#include "lib/ptx_tma.cuh"
+
+namespace cuflash {
+
+struct alignas(64) WgmmaParameters {
+    TensorMap q, k, v, out;
+    AttentionParameters attention;
+    int64 tiles;     // of the grid: row tiles x shares x entries
+    int64 group;     // entries (times shares) whose keys and values stay in L2 together
+    int out_by_map;  // results leave by TMA
+};
+
+// Consumer warpgroups, keys of a tile, padded width of the heads, stages of keys and of values, of
+// queries; whether results leave by shared memory, whether warpgroups take turns at the tensor
+// cores, and whether whole tiles go without a maximum. `device/attention_plans_wgmma.py` says which
+// tiles there are, and why.
+template <int kGroups_, int kKeys_, int kWidth_, int kStages_, int kQueryStages_, bool kStaged_,
+          bool kTurns_, bool kTopless_>
+struct WgmmaTile {
+    static constexpr int kGroups = kGroups_, kKeys = kKeys_, kWidth = kWidth_;
+    static constexpr int kStages = kStages_, kQueryStages = kQueryStages_;
+    static constexpr bool kStaged = kStaged_, kTurns = kTurns_, kTopless = kTopless_;
+    static constexpr int kWarps = 4 * kGroups;  // of the consumers
+    static constexpr int kThreads = 128 * (kGroups + 1);
+    static constexpr int kQueries = 64 * kGroups;
+    static constexpr int kPanels = kWidth / 64;
+    static constexpr int kKeyTiles = kKeys / 8, kValueTiles = kWidth / 8;
+    static constexpr int kFeatureSteps = kWidth / 16, kKeySteps = kKeys / 16;
+    static constexpr int kQueryBytes = kQueries * kWidth * 2;
+    static constexpr int kKeyBytes = kKeys * kWidth * 2;
+    static constexpr int kOutWarpBytes = 16 * kWidth * 2;
+    static constexpr int kTileBytes = kQueryStages * kQueryBytes + 2 * kStages * kKeyBytes +
+                                      (kStaged ? kWarps * kOutWarpBytes : 0);
+    // What a block starts with, 65536 / kThreads a thread rounded down to 8, moves to the
+    // consumers.
+    static constexpr int kProducerRegisters = kGroups == 2 ? 56 : 32;
+    static constexpr int kConsumerRegisters = kGroups == 2 ? 224 : kGroups == 3 ? 160 : 112;
+    static_assert(kKeys % 16 == 0 && kWidth % 64 == 0, "panels of whole groups of rows");
+};
+
+enum Token {
+    kWork,   // a tile
+    kPause,  // no tile for now: finish what is under way
+    kEnd,
+};
+
+constexpr int kSlots = 4;
+
+// What the producer hands to the consumers with a stage of queries.
+template <typename T, typename Score, int kGroups>
+struct Slot {
+    BlockWork<T, Score> block;
+    Token token;
+    int64 tile;     // in the grid
+    int clean;      // the tile is taken again with non-finite values as 0: see lib/nonfinite.cuh
+    int tiles;      // of keys, at least one
+    int first_key;  // of the first of them
+    int seen_first, seen_last;                     // keys of this share
+    int whole_begin[kGroups], whole_end[kGroups];  // tiles that all rows of a warpgroup see whole
+};
+
+// Where a ring of stages is read or written. One number: registers are for the accumulators.
+template <int kStages>
+struct Ring {
+    int turn;  // 0..2 * kStages - 1
+
+    __device__ __forceinline__ int stage() const { return turn < kStages ? turn : turn - kStages; }
+    // Of the phase to wait for.
+    __device__ __forceinline__ unsigned parity() const { return turn < kStages ? 0 : 1; }
+    __device__ __forceinline__ void advance() { turn = turn + 1 == 2 * kStages ? 0 : turn + 1; }
+};
+
+// The tiles that were taken again; if they are more than it holds, any tile of the block may be.
+struct DirtyTiles {
+    static constexpr int kMost = 32;
+    int count;
+    int64 tile[kMost];
+
+    __device__ __forceinline__ void add(int64 index) {
+        if (count < kMost) tile[count] = index;
+        ++count;
+    }
+};
+
+// Shared memory as addresses.
+template <typename Tile, typename SlotType>
+struct Rooms {
+    // Room that a launch leaves behind the tiles.
+    static constexpr int kBytes = 2816;
+    unsigned char* memory;
+    unsigned queries, keys, values, out;
+    unsigned queries_full, queries_free, keys_full, keys_free, values_full, values_free, slot_free;
+    SlotType* slots;
+    DirtyTiles* dirty;
+
+    __device__ __forceinline__ explicit Rooms(unsigned char* memory) : memory(memory) {
+        queries = shared_address(memory);
+        keys = queries + Tile::kQueryStages * Tile::kQueryBytes;
+        values = keys + Tile::kStages * Tile::kKeyBytes;
+        out = values + Tile::kStages * Tile::kKeyBytes;
+        queries_full = queries + Tile::kTileBytes;
+        queries_free = queries_full + 8 * Tile::kQueryStages;
+        keys_full = queries_free + 8 * Tile::kQueryStages;
+        keys_free = keys_full + 8 * Tile::kStages;
+        values_full = keys_free + 8 * Tile::kStages;
+        values_free = values_full + 8 * Tile::kStages;
+        slot_free = values_free + 8 * Tile::kStages;
+        slots = reinterpret_cast<SlotType*>(memory + Tile::kTileBytes + kBarrierBytes);
+        dirty = reinterpret_cast<DirtyTiles*>(slots + kSlots);
+    }
+
+    static constexpr int kBarrierBytes =
+        (8 * (2 * Tile::kQueryStages + 4 * Tile::kStages + kSlots) + 15) / 16 * 16;
+
+    // By one thread.
+    __device__ __forceinline__ void begin() const {
+        static_assert(kBarrierBytes + kSlots * sizeof(SlotType) + sizeof(DirtyTiles) <= kBytes,
+                      "slots take more room than there is");
+        dirty->count = 0;
+        for (int i = 0; i < Tile::kQueryStages; ++i) {
+            barrier_begin(queries_full + 8 * i, 1);
+            barrier_begin(queries_free + 8 * i, Tile::kWarps);
+        }
+        for (int i = 0; i < Tile::kStages; ++i) {
+            barrier_begin(keys_full + 8 * i, 1);
+            barrier_begin(keys_free + 8 * i, Tile::kWarps);
+            barrier_begin(values_full + 8 * i, 1);
+            barrier_begin(values_free + 8 * i, Tile::kWarps);
+        }
+        for (int i = 0; i < kSlots; ++i) barrier_begin(slot_free + 8 * i, Tile::kWarps);
+        fence_barriers();
+        fence_shared_for_copies();
+    }
+};
+
+// The tile of a block in round `round`: forth and back, so that who had the longest tile of a round
+// has the shortest of the next.
+__device__ __forceinline__ int64 tile_of_round(int64 round) {
+    const int64 blocks = gridDim.x;
+    return round * blocks + (round % 2 ? blocks - 1 - blockIdx.x : blockIdx.x);
+}
+
+// Where a tile lies in the grid: within a group of entries the longest rows of all come first.
+__device__ __forceinline__ int64 in_grid(const WgmmaParameters& p, int64 tile) {
+    const int64 rows = p.attention.grid.row_tiles, entries = p.tiles / rows;
+    const int64 begin = tile / (p.group * rows) * p.group;
+    const int64 size = min(p.group, entries - begin), rest = tile - begin * rows;
+    return (begin + rest % size) * rows + rest / size;
+}
+
+}  // namespace cuflash
