@@ -17,8 +17,6 @@ Index = tuple[slice, ...]
 
 #: Offsets are kept within this, so that window sides, which have 62 bits, can be added in int64.
 _FAR = 2**62
-#: Where lengths and offsets begin among the arrays.
-_FIRST_INTEGER = AttentionArrays._fields.index("query_offset")
 
 
 @lru_cache(maxsize=1024)
