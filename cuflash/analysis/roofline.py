@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from ..problem import FLOATS, integer, real_number
+from .._options import integer, real_number
+from ..problem import FLOATS
 from .traffic import Traffic
 
 __all__ = ["GPUS", "Roofline", "roofline"]
