@@ -23,7 +23,7 @@ HOST_ATTENTION, HOST_SCORE = "cuflash/host/attention.py", "cuflash/host/score.py
 HOST_SOFTMAX, HOST_ONLINE = "cuflash/host/softmax.py", "cuflash/host/online.py"
 SIMT, SCORE = "kernels/attention/forward_simt.cu", "kernels/lib/score.cuh"
 COMBINE = "kernels/attention/combine.cu"
-ROWS, ONLINE = "kernels/softmax/rows.cuh", "kernels/softmax/online.cu"
+ROWS, ONLINE = "kernels/softmax/rows.cuh", "kernels/softmax/online.cuh"
 STATE = "kernels/lib/online_softmax.cuh"
 
 HOST_LAWS = "tests/host/test_attention_properties.py::test_small_tiles"
@@ -212,15 +212,15 @@ MUTATIONS = [
     Mutation(
         "softmax kernel: sum not rescaled",
         ONLINE,
-        "l.scale(state.raise(top));",
-        "state.raise(top);",
+        "l.scale(lane.raise(top));",
+        "lane.raise(top);",
         f"{CUDA_SOFTMAX}::test_borders",
     ),
     Mutation(
         "softmax kernel: merge of sums of different maxima",
         STATE,
-        "multiply(other.l, exponential(other.m - shift))",
-        "other.l",
+        "return multiply(l, exponential(m - reference(raised)));",
+        "return l;",
         "tests/host_cuda/test_online_softmax.py::test_merge_is_a_commutative_monoid",
     ),
 ]
