@@ -214,13 +214,13 @@ MUTATIONS = [
         ONLINE,
         "l.scale(lane.raise(top));",
         "lane.raise(top);",
-        f"{CUDA_SOFTMAX}::test_borders",
+        f"{CUDA_SOFTMAX}::test_scores_that_rise_along_a_row",
     ),
     Mutation(
         "softmax kernel: merge of sums of different maxima",
         STATE,
-        "return multiply(l, exponential(m - reference(raised)));",
-        "return l;",
+        "add(relative_to(united), other.relative_to(united))",
+        "add(relative_to(united), other.l)",
         "tests/host_cuda/test_online_softmax.py::test_merge_is_a_commutative_monoid",
     ),
 ]

@@ -309,6 +309,16 @@ def test_logsumexp_of_a_long_float16_row(monkeypatch):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("slope", [-80, 80])
+def test_scores_that_rise_along_a_row(slope, method, monkeypatch):
+    """A lane meets larger and larger scores: what it has summed has to follow."""
+    use(monkeypatch)
+    x = np.linspace(0, slope, 40_000, dtype=np.float32)[None]
+    y = cuflash.softmax(x, method=method)
+    np.testing.assert_allclose(y, reference.softmax(x), rtol=2e-5, atol=1e-37)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_million_terms_do_not_lose_each_other(method, monkeypatch):
     """A lane adds 2^11 of 2^20 equal terms: a plain sum in float32 drifts."""
     use(monkeypatch)
