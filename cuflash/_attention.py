@@ -277,7 +277,9 @@ def open_call(
     core = engine.load(home.engine)
     problem = AttentionProblem.of(arrays, enable_gqa=enable_gqa, **options)
     heads = (problem.batch_shape[-2], problem.batch_shape[-1]) if enable_gqa else None
-    _check_method(problem, core, home.engine)
+    if problem.method != "auto":
+        with core.device_of(arrays.q):
+            _check_method(problem, core, home.engine)
     if outputs:
         _check_outputs(problem, outputs, arrays, heads)
     if heads is not None:
@@ -301,17 +303,18 @@ def complete(call: AttentionCall, return_lse: object, out: Any, lse: Any) -> Any
     """Allocate what the caller did not give, compute, and return the caller's kind of arrays."""
     home, core, problem, arrays, outputs, heads, q_strides = call
     return_lse = flag("return_lse", return_lse) or lse is not None
-    if "workspace" in outputs:
-        have, need = outputs["workspace"].nbytes, core.attention_workspace(problem)
-        if have < need:
-            raise ValueError(f"workspace has {have} bytes; this problem needs {need}")
     result, result_lse = outputs.get("out"), outputs.get("lse")
-    if result is None:
-        strides = _result_strides(problem, q_strides)
-        result = core.empty(problem.out_shape, problem.dtype, strides)
-    if return_lse and result_lse is None:
-        result_lse = core.empty(problem.lse_shape, accumulator(problem.dtype))
-    core.attention(problem, arrays, result, result_lse, outputs.get("workspace"))
+    with core.device_of(arrays.q):
+        if "workspace" in outputs:
+            have, need = outputs["workspace"].nbytes, core.attention_workspace(problem)
+            if have < need:
+                raise ValueError(f"workspace has {have} bytes; this problem needs {need}")
+        if result is None:
+            strides = _result_strides(problem, q_strides)
+            result = core.empty(problem.out_shape, problem.dtype, strides)
+        if return_lse and result_lse is None:
+            result_lse = core.empty(problem.lse_shape, accumulator(problem.dtype))
+        core.attention(problem, arrays, result, result_lse, outputs.get("workspace"))
 
     result = home.restore(join_heads(result, -4, heads), out)
     return (result, home.restore(join_heads(result_lse, -3, heads), lse)) if return_lse else result

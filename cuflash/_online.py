@@ -141,9 +141,10 @@ def merge_softmax(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
         shapes = ", ".join(f"{name} {other.shape}" for name, other in specs.items())
         raise ValueError(f"a and b do not broadcast: {shapes}") from None
     core = engine.load(home.engine)
-    maximum, normalizer = (core.empty(shape, spec.dtype) for _ in range(2))
     parts = [(native[f"{n}.maximum"], native[f"{n}.normalizer"]) for n in ("a", "b")]
-    core.merge_softmax(parts, maximum, normalizer)
+    with core.device_of(native[first]):
+        maximum, normalizer = (core.empty(shape, spec.dtype) for _ in range(2))
+        core.merge_softmax(parts, maximum, normalizer)
     return SoftmaxState(home.restore(maximum), home.restore(normalizer))
 
 
@@ -211,8 +212,9 @@ def merge_attention(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any
                 f"one float32 and the other float16 or bfloat16"
             )
     core = engine.load(home.engine)
-    result = core.empty(out.shape, merged, out.strides)
-    lse = core.empty(out.shape[:-1], accumulator(merged), specs["lse_a"].strides)
     parts = [(native["out_a"], native["lse_a"]), (native["out_b"], native["lse_b"])]
-    core.merge_attention(parts, result, lse)
+    with core.device_of(native["out_a"]):
+        result = core.empty(out.shape, merged, out.strides)
+        lse = core.empty(out.shape[:-1], accumulator(merged), specs["lse_a"].strides)
+        core.merge_attention(parts, result, lse)
     return home.restore(result), home.restore(lse)

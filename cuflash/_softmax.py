@@ -85,10 +85,11 @@ def run(
         targets, results = [keep_axes(given, problem.axes, len(kept))], [given]
     else:
         count = 2 if operation == "softmax_state" else 1
-        targets = [
-            core.empty(problem.out_shape, problem.out_dtype, problem.operand.strides)
-            for _ in range(count)
-        ]
+        with core.device_of(arrays[0]):
+            targets = [
+                core.empty(problem.out_shape, problem.out_dtype, problem.operand.strides)
+                for _ in range(count)
+            ]
         results = targets if keepdims else [x.squeeze(problem.axes) for x in targets]
     core.softmax(problem, arrays, mask, targets)
     return [home.restore(result, out) for result in results]

@@ -62,10 +62,11 @@ alibi_slopes, softcap, sinks, enable_gqa, return_lse
         softcap=softcap,
         enable_gqa=enable_gqa,
     )
-    problem = call.problem
-    out = call.core.empty(problem.out_shape, problem.dtype)
-    lse = call.core.empty(problem.lse_shape, accumulator(problem.dtype))
-    call.core.materialized_attention(problem, call.arrays, out, lse)
+    problem, core = call.problem, call.core
+    with core.device_of(call.arrays.q):
+        out = core.empty(problem.out_shape, problem.dtype)
+        lse = core.empty(problem.lse_shape, accumulator(problem.dtype))
+        core.materialized_attention(problem, call.arrays, out, lse)
     out, lse = (
         call.home.restore(join_heads(out, -4, call.heads)),
         call.home.restore(join_heads(lse, -3, call.heads)),

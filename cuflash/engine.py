@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -26,6 +27,9 @@ SOFTMAX_METHODS = {
 
 class Engine(Protocol):
     """What `cuflash.host` and `cuflash.device` provide."""
+
+    def device_of(self, x: Any) -> AbstractContextManager[Any]:
+        """Make the device of an array the current one: where the other functions then work."""
 
     def empty(
         self, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...] | None = None

@@ -2,7 +2,7 @@
 
 from .attention import attention, attention_methods, attention_workspace
 from .baselines import materialized_attention
-from .memory import empty
+from .memory import device_of, empty
 from .online import merge_attention, merge_softmax
 from .softmax import softmax
 
@@ -10,6 +10,7 @@ __all__ = [
     "attention",
     "attention_methods",
     "attention_workspace",
+    "device_of",
     "empty",
     "materialized_attention",
     "merge_attention",

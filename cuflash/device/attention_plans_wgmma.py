@@ -143,6 +143,8 @@ def wgmma_runs(problem: AttentionProblem, limits: DeviceLimits) -> bool:
 
 def _has_map(spec: ArraySpec) -> bool:
     """Tell whether TMA can read an array: rows end to end, all else in steps of 16 bytes."""
+    if 0 in spec.shape:
+        return True
     *outer, inner = zip(spec.shape, spec.strides, strict=True)
     return inner[1] == spec.dtype.itemsize and all(
         size == 1 or (stride >= 0 and stride % ALIGNMENT == 0 and stride < 2**40)

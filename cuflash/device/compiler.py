@@ -225,7 +225,9 @@ def compile_only(source: str, expressions: Sequence[str], arch: str) -> dict[str
         With the compiler's log.
     """
     options = cupy_core.assemble_cupy_compiler_options((_STANDARD,))
-    options += ("-ftz=true", f"-arch={arch}", "--ptxas-options=-v")
+    # All but the last two as CuPy compiles.
+    options += ("-ftz=true", "--device-as-default-execution-space")
+    options += (f"-arch={arch}", "--ptxas-options=-v")
     program = nvrtc.createProgram(assemble(source), source, (), ())
     try:
         for expression in expressions:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,14 @@ from ..problem import c_strides
 
 #: Bytes. A cache line, and what JAX asks of an array that it takes over without a copy.
 ALIGNMENT = 64
+
+
+def device_of(x: np.ndarray) -> AbstractContextManager[Any]:
+    """Do nothing: arrays of NumPy lie on no device."""
+    return _NOTHING
+
+
+_NOTHING = nullcontext()
 
 
 def empty(

@@ -42,6 +42,8 @@ def test_what_it_takes():
     assert takes(spec(64, 8), spec(1, 8))
     assert takes(spec(2, 4, 100, 64, order=(0, 2, 1, 3)))
     assert takes(spec(64, 256), spec(64, 256), spec(64, 64))
+    # Nothing is read of an empty array, whatever its strides.
+    assert takes(ArraySpec((0, 65, 8), (0, 0, 0), HALF), spec(1, 8))
 
 
 def test_what_it_leaves_to_others():

@@ -22,7 +22,10 @@ def in_numpy(*operands, **options):
             baselines.formula(*arguments)
 
     stand_in = SimpleNamespace(
-        empty=host.empty, attention_methods=lambda _: (), materialized_attention=compute
+        device_of=host.device_of,
+        empty=host.empty,
+        attention_methods=lambda _: (),
+        materialized_attention=compute,
     )
     with (
         mock.patch.object(baselines, "cupy", np),

@@ -32,7 +32,7 @@ class HostCudaAttention:
             limits = replace(self.executor.limits, compute_capability="89")
             self.executor.limits = limits
 
-    empty = staticmethod(host.empty)
+    device_of, empty = staticmethod(host.device_of), staticmethod(host.empty)
 
     def attention_methods(self, problem):
         return attention_methods(problem, self.executor.limits)

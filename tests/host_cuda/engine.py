@@ -62,7 +62,7 @@ class HostCuda:
     def __init__(self, **options: Any) -> None:
         self.executor = HostExecutor(**options)
 
-    empty = staticmethod(host.empty)
+    device_of, empty = staticmethod(host.device_of), staticmethod(host.empty)
     merge_softmax = staticmethod(host.merge_softmax)
 
     def softmax(
