@@ -1,6 +1,6 @@
 // Attention forward on the tensor cores of Hopper, for 16-bit inputs that TMA can read (sm_90a).
 //
-// FlashAttention-3 (Shah et al. 2024) in outline: a producer warp fetches tiles by TMA into rings
+// FlashAttention-3 (Shah et al. 2024) in outline: a producer fetches tiles by TMA into rings
 // of stages; each consumer warpgroup owns 64 query rows of the block's tile, keeps their sums in
 // registers, and runs the softmax of one tile of keys while the tensor cores multiply. The blocks
 // stay: one pipeline runs over all tiles of a block, the first product of the next tile of queries
@@ -122,12 +122,21 @@ struct Consumer {
         int accumulate = 0;
         int tile = uniform(current.tiles) - 2;
         const int whole_begin = uniform(current.whole_begin[group]);
-        const int exact = uniform(current.whole_end[group]) - int(Tile::kTopless);
-        for (; tile >= max(exact, whole_begin); --tile)
-            step(current, tile, accumulate, clean, Yes{});
-        for (; tile >= whole_begin; --tile) step(current, tile, accumulate, clean, No{});
+        if (Tile::kTopless) {
+            const int exact = uniform(current.whole_end[group]) - 1;
+            for (; tile >= max(exact, whole_begin); --tile)
+                step(current, tile, accumulate, clean, Yes{});
+            for (; tile >= whole_begin; --tile) step(current, tile, accumulate, clean, No{});
+        }
         for (; tile >= 0; --tile) step(current, tile, accumulate, clean, Yes{});
 
+        if (Tile::kQueryStages == 1) {
+            // The next queries are still on their way: results leave meanwhile.
+            if (clean) clean_values();
+            queries.advance();
+            end(current, accumulate);
+            return nullptr;
+        }
         Ring<Tile::kQueryStages> after = queries;
         after.advance();
         barrier_wait(rooms.queries_full + 8 * after.stage(), after.parity());
@@ -135,15 +144,7 @@ struct Consumer {
         queries = after;
         if (clean) clean_values();
         if (uniform(next.token) != kWork) {
-            wait_for_values();
-            begin_products();
-            multiply_values(accumulate);
-            commit_products();
-            wait_for_products<0>();
-            pin(out);
-            free_values();
-            finish(current, normalize(current));
-            free_slot();
+            end(current, accumulate);
             return nullptr;
         }
         wait_for_keys();
@@ -170,6 +171,19 @@ struct Consumer {
         free_slot();
         pack_weights();
         return &next;
+    }
+
+    // The last sums of a tile and its results.
+    __device__ __forceinline__ void end(const SlotType& current, int accumulate) {
+        wait_for_values();
+        begin_products();
+        multiply_values(accumulate);
+        commit_products();
+        wait_for_products<0>();
+        pin(out);
+        free_values();
+        finish(current, normalize(current));
+        free_slot();
     }
 
     // Scores and weights of one tile of keys, beside the sums of the one before.
@@ -643,7 +657,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     __syncthreads();
     if (group == 0) {
         give_back_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<T, Score, Tile>(p, rooms).run();
+        if (threadIdx.x < 32) {
+            Fetcher<T, Score, Tile>(p, rooms).run();
+        } else if (threadIdx.x < 64) {
+            Describer<T, Score, Tile>(p, rooms).run();
+        }
     } else {
         take_registers<Tile::kConsumerRegisters>();
         Consumer<T, Score, Tile>(p, rooms, group - 1).run();

@@ -97,7 +97,8 @@ struct Rooms {
     static constexpr int kBytes = 2816;
     unsigned char* memory;
     unsigned queries, keys, values, out;
-    unsigned queries_full, queries_free, keys_full, keys_free, values_full, values_free, slot_free;
+    unsigned queries_full, queries_free, keys_full, keys_free, values_full, values_free;
+    unsigned slot_full, slot_free;
     SlotType* slots;
     DirtyTiles* dirty;
 
@@ -112,13 +113,14 @@ struct Rooms {
         keys_free = keys_full + 8 * Tile::kStages;
         values_full = keys_free + 8 * Tile::kStages;
         values_free = values_full + 8 * Tile::kStages;
-        slot_free = values_free + 8 * Tile::kStages;
+        slot_full = values_free + 8 * Tile::kStages;
+        slot_free = slot_full + 8 * kSlots;
         slots = reinterpret_cast<SlotType*>(memory + Tile::kTileBytes + kBarrierBytes);
         dirty = reinterpret_cast<DirtyTiles*>(slots + kSlots);
     }
 
     static constexpr int kBarrierBytes =
-        (8 * (2 * Tile::kQueryStages + 4 * Tile::kStages + kSlots) + 15) / 16 * 16;
+        (8 * (2 * Tile::kQueryStages + 4 * Tile::kStages + 2 * kSlots) + 15) / 16 * 16;
 
     // By one thread.
     __device__ __forceinline__ void begin() const {
@@ -135,7 +137,10 @@ struct Rooms {
             barrier_begin(values_full + 8 * i, 1);
             barrier_begin(values_free + 8 * i, Tile::kWarps);
         }
-        for (int i = 0; i < kSlots; ++i) barrier_begin(slot_free + 8 * i, Tile::kWarps);
+        for (int i = 0; i < kSlots; ++i) {
+            barrier_begin(slot_full + 8 * i, 1);
+            barrier_begin(slot_free + 8 * i, Tile::kWarps);
+        }
         fence_barriers();
         fence_shared_for_copies();
     }
@@ -149,10 +154,11 @@ __device__ __forceinline__ int64 tile_of_round(int64 round) {
 }
 
 // Where a tile lies in the grid: within a group of entries the longest rows of all come first.
+// A grid has fewer than 2^31 tiles: 64-bit divisions take ten times as long.
 __device__ __forceinline__ int64 in_grid(const WgmmaParameters& p, int64 tile) {
-    const int64 rows = p.attention.grid.row_tiles, entries = p.tiles / rows;
-    const int64 begin = tile / (p.group * rows) * p.group;
-    const int64 size = min(p.group, entries - begin), rest = tile - begin * rows;
+    const unsigned rows = unsigned(p.attention.grid.row_tiles), entries = unsigned(p.tiles) / rows;
+    const unsigned group = unsigned(p.group), begin = unsigned(tile) / (group * rows) * group;
+    const unsigned size = min(group, entries - begin), rest = unsigned(tile) - begin * rows;
     return (begin + rest % size) * rows + rest / size;
 }
 

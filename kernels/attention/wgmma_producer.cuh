@@ -1,60 +1,48 @@
-// The producer of `forward_wgmma`: finds the tiles of a block and fetches what they need.
+// The producer of `forward_wgmma`, two warps: one finds the tiles of a block, which takes divisions
+// and looks into memory, and one fetches what they need, which must never wait for that.
 #pragma once
 
 #include "attention/wgmma_pipeline.cuh"
 
 namespace cuflash {
 
-// One warp: finds the tiles of the block, describes them in slots and fetches what they need.
+// One warp: finds the tiles of the block and describes them in slots, as far ahead as slots are
+// free.
 template <typename T, typename Score, typename Tile>
-struct Producer {
+struct Describer {
     using SlotType = Slot<T, Score, Tile::kGroups>;
     using RoomsType = Rooms<Tile, SlotType>;
     const WgmmaParameters& p;
     const RoomsType& rooms;
-    const bool leads;  // one lane starts all copies
-    // All stages are free at first: the phase before the first has the other parity.
-    Ring<Tile::kQueryStages> queries{Tile::kQueryStages};
-    Ring<Tile::kStages> keys{Tile::kStages}, values{Tile::kStages};
+    const bool leads;
     int slot = 0;
     unsigned issued = 0, parities = 0;  // bits of slots
-    int64 round = 0;
-    bool ready, again;  // the slot has a tile; that is taken again
-    // Values are fetched one tile of keys late, as they are used.
-    bool waiting = false;
-    BoxStart waiting_values;
 
-    __device__ __forceinline__ Producer(const WgmmaParameters& p, const RoomsType& rooms)
+    __device__ __forceinline__ Describer(const WgmmaParameters& p, const RoomsType& rooms)
         : p(p), rooms(rooms), leads(threadIdx.x % 32 == 0) {}
 
     __device__ __forceinline__ void run() {
-        prepare();
+        int64 round = 0;
         while (true) {
+            // The slot is the oldest: its own tile may have to be taken again.
+            int64 tile = settle(slot);
+            bool again = tile >= 0;
+            bool ready = again && describe(tile);
+            while (!ready && tile_of_round(round) < p.tiles)
+                ready = describe(in_grid(p, tile_of_round(round++)));
             if (!ready) {
                 // The end, unless one of the tiles under way has to be taken again.
-                fetch_waiting_values();
-                send(kPause);
-                int64 tile = -1;
+                hand_over(kPause, false);
                 for (int i = 0; i < kSlots && tile < 0; ++i) tile = settle((slot + i) % kSlots);
-                if (tile < 0) return send(kEnd);
+                if (tile < 0) return hand_over(kEnd, false);
                 again = true;
                 describe(tile);
             }
-            fetch();
+            hand_over(kWork, again);
         }
     }
 
   private:
-    // Describes the next tile, if there is one, in the next slot: the oldest, whose own tile may
-    // have to be taken again.
-    __device__ __forceinline__ void prepare() {
-        const int64 tile = settle(slot);
-        again = tile >= 0;
-        ready = again && describe(tile);
-        while (!ready && tile_of_round(round) < p.tiles)
-            ready = describe(in_grid(p, tile_of_round(round++)));
-    }
-
     // Waits until the consumers are done with a slot. Returns its tile if that has to be taken
     // again, else -1.
     __device__ __forceinline__ int64 settle(int which) {
@@ -98,6 +86,57 @@ struct Producer {
         return true;
     }
 
+    __device__ __forceinline__ void hand_over(Token token, bool again) {
+        if (leads) {
+            SlotType& current = rooms.slots[slot];
+            if (again) rooms.dirty->add(current.tile);
+            current.clean = again;
+            current.token = token;
+            barrier_arrive(rooms.slot_full + 8 * slot);
+        }
+        issued |= 1u << slot;
+        slot = (slot + 1) % kSlots;
+    }
+};
+
+// One warp: fetches what the tiles in the slots need.
+template <typename T, typename Score, typename Tile>
+struct Fetcher {
+    using SlotType = Slot<T, Score, Tile::kGroups>;
+    using RoomsType = Rooms<Tile, SlotType>;
+    const WgmmaParameters& p;
+    const RoomsType& rooms;
+    const bool leads;  // one lane starts all copies
+    Ring<kSlots> slots{0};
+    // All stages are free at first: the phase before the first has the other parity.
+    Ring<Tile::kQueryStages> queries{Tile::kQueryStages};
+    Ring<Tile::kStages> keys{Tile::kStages}, values{Tile::kStages};
+    // Values are fetched one tile of keys late, as they are used.
+    bool waiting = false;
+    BoxStart waiting_values;
+
+    __device__ __forceinline__ Fetcher(const WgmmaParameters& p, const RoomsType& rooms)
+        : p(p), rooms(rooms), leads(threadIdx.x % 32 == 0) {}
+
+    __device__ __forceinline__ void run() {
+        while (true) {
+            barrier_wait(rooms.slot_full + 8 * slots.stage(), slots.parity());
+            const SlotType& current = rooms.slots[slots.stage()];
+            const Token token = current.token;
+            slots.advance();
+            if (token == kWork) {
+                fetch(current);
+                continue;
+            }
+            fetch_waiting_values();
+            barrier_wait(rooms.queries_free + 8 * queries.stage(), queries.parity());
+            if (leads) barrier_arrive(rooms.queries_full + 8 * queries.stage());
+            queries.advance();
+            if (token == kEnd) return;
+        }
+    }
+
+  private:
     __device__ __forceinline__ BoxStart start_of(const BatchedArray& array, const SlotType& current,
                                                  int64 row) const {
         BoxStart at{0, int(row), {}};
@@ -118,23 +157,9 @@ struct Producer {
         }
     }
 
-    // Hands the tile that was prepared over, fetches it, and prepares the next one meanwhile.
-    __device__ __forceinline__ void fetch() {
-        SlotType& current = rooms.slots[slot];
-        barrier_wait(rooms.queries_free + 8 * queries.stage(), queries.parity());
+    __device__ __forceinline__ void fetch(const SlotType& current) {
         const AttentionParameters& a = p.attention;
-        if (leads) {
-            if (again) rooms.dirty->add(current.tile);
-            current.clean = again;
-            current.token = kWork;
-            const unsigned full = rooms.queries_full + 8 * queries.stage();
-            barrier_arrive_expecting(full, Tile::kQueryBytes);
-            copy(rooms.queries + queries.stage() * Tile::kQueryBytes, p.q,
-                 start_of(a.q, current, current.block.first_row), Tile::kQueries, full);
-        }
-        queries.advance();
-        issued |= 1u << slot;
-        slot = (slot + 1) % kSlots;
+        if (Tile::kQueryStages > 1) fetch_queries(current);
         BoxStart key = start_of(a.k, current, 0), value = start_of(a.v, current, 0);
         const int tiles = current.tiles;
         const int first_row = int(current.block.segment.first_key) + current.first_key;
@@ -151,8 +176,21 @@ struct Producer {
             fetch_waiting_values();
             waiting = true;
             waiting_values = value;
-            if (tile == tiles - 1) prepare();
+            // A single stage is free only after the last product with the tile before: what that
+            // tile still needs comes first.
+            if (Tile::kQueryStages == 1 && tile == tiles - 1) fetch_queries(current);
         }
+    }
+
+    __device__ __forceinline__ void fetch_queries(const SlotType& current) {
+        barrier_wait(rooms.queries_free + 8 * queries.stage(), queries.parity());
+        if (leads) {
+            const unsigned full = rooms.queries_full + 8 * queries.stage();
+            barrier_arrive_expecting(full, Tile::kQueryBytes);
+            copy(rooms.queries + queries.stage() * Tile::kQueryBytes, p.q,
+                 start_of(p.attention.q, current, current.block.first_row), Tile::kQueries, full);
+        }
+        queries.advance();
     }
 
     __device__ __forceinline__ void fetch_waiting_values() {
@@ -166,17 +204,6 @@ struct Producer {
                  full);
         }
         values.advance();
-    }
-
-    __device__ __forceinline__ void send(Token token) {
-        barrier_wait(rooms.queries_free + 8 * queries.stage(), queries.parity());
-        if (leads) {
-            rooms.slots[slot].token = token;
-            barrier_arrive(rooms.queries_full + 8 * queries.stage());
-        }
-        queries.advance();
-        issued |= 1u << slot;
-        slot = (slot + 1) % kSlots;
     }
 };
 
