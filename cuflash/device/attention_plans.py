@@ -29,7 +29,6 @@ from .attention_plans_wgmma import (
     WGMMA_PARAMETERS,
     Maps,
     WgmmaTile,
-    entries_in_l2,
     forward_wgmma,
     out_has_map,
     plan_maps,
@@ -469,7 +468,6 @@ def plan_attention(
             return plan_attention(fallback, out, lse, limits)
         block = WGMMA_PARAMETERS.zeros()
         block[0]["tiles"] = blocks_per_entry * batch.entries
-        block[0]["group"] = min(entries_in_l2(problem, limits), max(1, batch.entries * splits))
         block[0]["out_by_map"] = mapped_out is not None
         fields = block[0]["attention"]
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -31,7 +30,6 @@ def _padded_block() -> ParameterBlock:
         **{name: (np.int64, (_MAP_WORDS,)) for name in _MAPPED},
         "attention": ATTENTION_PARAMETERS,
         "tiles": np.int64,
-        "group": np.int64,
         "out_by_map": np.int32,
     }
     size = ParameterBlock("", fields).dtype.itemsize
@@ -123,8 +121,6 @@ WGMMA_TILES = (
 WGMMA_SCORES = ("PlainScore", "RangedScore")
 #: Fewer query rows leave most of a tile empty: `mma` has smaller ones.
 _LEAST_QUERIES = 64
-#: Share of the L2 cache that the keys and values of the entries under way may take.
-_L2_SHARE = 0.6
 
 
 def wgmma_runs(problem: AttentionProblem, limits: DeviceLimits) -> bool:
@@ -232,9 +228,3 @@ def out_has_map(problem: AttentionProblem, out: ArraySpec, splits: int) -> bool:
     return (
         splits == 1 and problem.sequences is None and out.dtype == problem.dtype and _has_map(out)
     )
-
-
-def entries_in_l2(problem: AttentionProblem, limits: DeviceLimits) -> int:
-    """Return how many batch entries' keys and values stay in the L2 cache together."""
-    entry = problem.tk * (problem.d + problem.dv) * problem.dtype.itemsize
-    return max(1, math.floor(_L2_SHARE * limits.l2_bytes / max(1, entry)))

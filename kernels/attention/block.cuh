@@ -26,12 +26,21 @@ struct BlockWork {
     // them, if there is no row.
     __device__ __forceinline__ bool begin(const AttentionParameters& p, int rows, int columns,
                                           int keys) {
-        const bool leads = threadIdx.x % 32 == 0;
-        return set_up(p, blockIdx.x, rows, columns, keys, threadIdx.x,
-                      leads ? threadIdx.x / 32 : kNoPart, [] { __syncthreads(); });
+        return begin_by_warps(p, blockIdx.x, rows, columns, keys, threadIdx.x,
+                              [] { __syncthreads(); });
     }
 
-    // The same by one warp, for tile `tile` of the grid.
+    // The same by some warps, three at least, for tile `tile` of the grid: `thread` is the number
+    // among their threads, `barrier` waits for them.
+    template <typename Barrier>
+    __device__ __forceinline__ bool begin_by_warps(const AttentionParameters& p, int64 tile,
+                                                   int rows, int columns, int keys, int thread,
+                                                   Barrier barrier) {
+        return set_up(p, tile, rows, columns, keys, thread,
+                      thread % 32 == 0 ? thread / 32 : kNoPart, barrier);
+    }
+
+    // The same by one warp.
     __device__ __forceinline__ bool begin_by_warp(const AttentionParameters& p, int64 tile,
                                                   int rows, int columns, int keys) {
         const int lane = threadIdx.x % 32;

@@ -11,10 +11,10 @@
 // the present reference at once; a row whose sum of them tells that a score rose far above it takes
 // the tile again (`Consumer::start_over`).
 //
-// Grid: as many blocks as run at once; block b takes the tiles b, 2 G - 1 - b, 2 G + b, ... of G
-// blocks (longest first, forth and back). Dynamic shared memory: stages of queries (kQueries x
-// kFeatures), of keys (kKeys x kFeatures) and of values (kKeys x kValues), results on their way out
-// (kQueries x kValues), all as panels of 64 columns; then the slots and the barriers.
+// Grid: as many blocks as run at once; which tiles a block takes says `tile_of_round`. Dynamic
+// shared memory: stages of queries (kQueries x kFeatures), of keys (kKeys x kFeatures) and of
+// values (kKeys x kValues), results on their way out (kQueries x kValues), all as panels of 64
+// columns; then the slots and the barriers.
 #include "attention/fragments.cuh"
 #include "attention/wgmma_producer.cuh"
 #include "lib/nonfinite.cuh"
@@ -106,11 +106,9 @@ struct Consumer {
         const int count = rooms.dirty->count;
         for (int i = 0; count > DirtyTiles::kMost || i < count; ++i) {
             int64 tile = rooms.dirty->tile[i % DirtyTiles::kMost];
-            if (count > DirtyTiles::kMost) {  // they were too many to be listed
-                if (tile_of_round(i) >= p.tiles) break;
-                tile = in_grid(p, tile_of_round(i));
-            }
-            put_back(tile);
+            if (count > DirtyTiles::kMost) tile = tile_of_round(p, i);  // too many to be listed
+            if (tile == kNoMoreTiles) break;
+            if (tile != kNoTile) put_back(tile);
         }
     }
 
@@ -418,7 +416,7 @@ struct Consumer {
                      is_finite(widen(pair.second)) ? pair.second : narrow<T>(0)});
         }
         fence_shared_for_copies();
-        named_barrier_wait(kCleanBarrier, kThreads);
+        named_barrier_wait(Tile::kCleanBarrier, kThreads);
     }
 
     // ----------------------------------------------------------------------------------- results
@@ -429,7 +427,7 @@ struct Consumer {
 
     // Reduces the normalizers and stores lse: what can be done before the last sums are there.
     __device__ __forceinline__ Inverses normalize(const SlotType& current) const {
-        const Output<T> output(p.attention, current.block.index, current.block.work.split);
+        const Output<T> output(p.attention, current.out_start, current.lse_start);
         Inverses inverses;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -450,16 +448,16 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float inverse = inverses.of_row[i];
-            bool finite = true;
+            float probe = 0;  // NaN after a non-finite result: 0 * x, added up, in one instruction
 #pragma unroll
             for (int j = 0; j < kValueTiles; ++j)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = out[j][2 * i + e];
                     x = inverse < 0 ? 0 : x * inverse;
-                    finite &= is_finite(x);
+                    probe = multiply_add(x, 0.0f, probe);
                 }
-            damaged |= !finite && inverse > 0;
+            damaged |= probe != 0 && inverse > 0;
         }
         if (damaged) const_cast<SlotType&>(current).block.redo = 1;
         if (Tile::kStaged && p.out_by_map)
@@ -493,9 +491,7 @@ struct Consumer {
         if (lane() == 0) {
             BoxStart at{0, int(current.block.first_row) + warp_row(), {}};
 #pragma unroll
-            for (int axis = 0; axis < 3; ++axis)
-                if (axis < p.attention.batch.count)
-                    at.batch[axis] = int(current.block.index.on_axis[axis]);
+            for (int axis = 0; axis < 3; ++axis) at.batch[axis] = current.out_batch[axis];
 #pragma unroll
             for (int panel = 0; panel < Tile::kPanels; ++panel) {
                 at.element = 64 * panel;
@@ -506,7 +502,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void store_directly(const SlotType& current) const {
-        const Output<T> output(p.attention, current.block.index, current.block.work.split);
+        const Output<T> output(p.attention, current.out_start, current.lse_start);
         const Matrix<T> rounded = output.template matrix<T>();
         const bool by_vectors = !p.attention.out_is_wide && rounded.column_stride == 1 &&
                                 rounded.row_stride % kVector<T> == 0 &&
@@ -600,7 +596,6 @@ struct Consumer {
     struct alignas(4) Pair {
         T first, second;
     };
-    static constexpr int kCleanBarrier = 1 + Tile::kGroups;
 
     __device__ __forceinline__ void wait_for_keys() const {
         barrier_wait(rooms.keys_full + 8 * keys.stage(), keys.parity());
@@ -659,8 +654,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         give_back_registers<Tile::kProducerRegisters>();
         if (threadIdx.x < 32) {
             Fetcher<T, Score, Tile>(p, rooms).run();
-        } else if (threadIdx.x < 64) {
-            Describer<T, Score, Tile>(p, rooms).run();
+        } else {
+            Describer<T, Score, Tile>(p, rooms, threadIdx.x - 32).run();
         }
     } else {
         take_registers<Tile::kConsumerRegisters>();

@@ -29,9 +29,11 @@ struct Output {
 
     __device__ __forceinline__ Output(const AttentionParameters& p, const BatchIndex& index,
                                       int split)
-        : p(p),
-          out_start(entry_offset(p.out.batch_stride, p.batch, index) + split * p.out_split),
-          lse_start(entry_offset(p.lse.batch_stride, p.batch, index) + split * p.lse_split) {}
+        : Output(p, entry_offset(p.out.batch_stride, p.batch, index) + split * p.out_split,
+                 entry_offset(p.lse.batch_stride, p.batch, index) + split * p.lse_split) {}
+    __device__ __forceinline__ Output(const AttentionParameters& p, int64 out_start,
+                                      int64 lse_start)
+        : p(p), out_start(out_start), lse_start(lse_start) {}
 
     // Results as a matrix of R, the type that `out_is_wide` says.
     template <typename R>

@@ -14,7 +14,6 @@ struct alignas(64) WgmmaParameters {
     TensorMap q, k, v, out;
     AttentionParameters attention;
     int64 tiles;     // of the grid: row tiles x shares x entries
-    int64 group;     // entries (times shares) whose keys and values stay in L2 together
     int out_by_map;  // results leave by TMA
 };
 
@@ -31,6 +30,8 @@ struct WgmmaTile {
     static constexpr int kWarps = 4 * kGroups;  // of the consumers
     static constexpr int kThreads = 128 * (kGroups + 1);
     static constexpr int kQueries = 64 * kGroups;
+    // Named barriers: a warpgroup's turn is 1 + its number.
+    static constexpr int kCleanBarrier = 1 + kGroups, kDescriberBarrier = 2 + kGroups;
     static constexpr int kPanels = kWidth / 64;
     static constexpr int kKeyTiles = kKeys / 8, kValueTiles = kWidth / 8;
     static constexpr int kFeatureSteps = kWidth / 16, kKeySteps = kKeys / 16;
@@ -65,6 +66,8 @@ struct Slot {
     int first_key;  // of the first of them
     int seen_first, seen_last;                     // keys of this share
     int whole_begin[kGroups], whole_end[kGroups];  // tiles that all rows of a warpgroup see whole
+    int64 out_start, lse_start;                    // of the results: see Output
+    int out_batch[3];                              // where they are by the map
 };
 
 // Where a ring of stages is read or written. One number: registers are for the accumulators.
@@ -146,20 +149,9 @@ struct Rooms {
     }
 };
 
-// The tile of a block in round `round`: forth and back, so that who had the longest tile of a round
-// has the shortest of the next.
-__device__ __forceinline__ int64 tile_of_round(int64 round) {
-    const int64 blocks = gridDim.x;
-    return round * blocks + (round % 2 ? blocks - 1 - blockIdx.x : blockIdx.x);
-}
-
-// Where a tile lies in the grid: within a group of entries the longest rows of all come first.
-// A grid has fewer than 2^31 tiles: 64-bit divisions take ten times as long.
-__device__ __forceinline__ int64 in_grid(const WgmmaParameters& p, int64 tile) {
-    const unsigned rows = unsigned(p.attention.grid.row_tiles), entries = unsigned(p.tiles) / rows;
-    const unsigned group = unsigned(p.group), begin = unsigned(tile) / (group * rows) * group;
-    const unsigned size = min(group, entries - begin), rest = unsigned(tile) - begin * rows;
-    return (begin + rest % size) * rows + rest / size;
+__device__ __forceinline__ int64 tile_of_round(const WgmmaParameters& p, int64 round) {
+    return tile_of_round(unsigned(p.attention.grid.row_tiles), unsigned(p.tiles), gridDim.x,
+                         blockIdx.x, round);
 }
 
 }  // namespace cuflash

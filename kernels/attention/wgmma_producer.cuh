@@ -1,48 +1,60 @@
-// The producer of `forward_wgmma`, two warps: one finds the tiles of a block, which takes divisions
-// and looks into memory, and one fetches what they need, which must never wait for that.
+// The producer of `forward_wgmma`: three warps find the tiles of a block, which takes divisions and
+// looks into memory, and one fetches what they need, which must never wait for that.
 #pragma once
 
 #include "attention/wgmma_pipeline.cuh"
 
 namespace cuflash {
 
-// One warp: finds the tiles of the block and describes them in slots, as far ahead as slots are
+// Three warps: find the tiles of the block and describe them in slots, as far ahead as slots are
 // free.
 template <typename T, typename Score, typename Tile>
 struct Describer {
     using SlotType = Slot<T, Score, Tile::kGroups>;
     using RoomsType = Rooms<Tile, SlotType>;
+    static constexpr int kThreads = 96;
     const WgmmaParameters& p;
     const RoomsType& rooms;
-    const bool leads;
+    const int thread;
     int slot = 0;
     unsigned issued = 0, parities = 0;  // bits of slots
 
-    __device__ __forceinline__ Describer(const WgmmaParameters& p, const RoomsType& rooms)
-        : p(p), rooms(rooms), leads(threadIdx.x % 32 == 0) {}
+    __device__ __forceinline__ Describer(const WgmmaParameters& p, const RoomsType& rooms,
+                                         int thread)
+        : p(p), rooms(rooms), thread(thread) {}
 
     __device__ __forceinline__ void run() {
         int64 round = 0;
         while (true) {
             // The slot is the oldest: its own tile may have to be taken again.
             int64 tile = settle(slot);
-            bool again = tile >= 0;
+            const bool again = tile >= 0;
             bool ready = again && describe(tile);
-            while (!ready && tile_of_round(round) < p.tiles)
-                ready = describe(in_grid(p, tile_of_round(round++)));
-            if (!ready) {
-                // The end, unless one of the tiles under way has to be taken again.
-                hand_over(kPause, false);
-                for (int i = 0; i < kSlots && tile < 0; ++i) tile = settle((slot + i) % kSlots);
-                if (tile < 0) return hand_over(kEnd, false);
-                again = true;
-                describe(tile);
+            while (!ready) {
+                tile = tile_of_round(p, round);
+                if (tile == kNoMoreTiles) break;
+                ++round;
+                ready = tile != kNoTile && describe(tile);
             }
-            hand_over(kWork, again);
+            if (ready) {
+                hand_over(kWork, again);
+                continue;
+            }
+            // The end, unless one of the tiles under way has to be taken again.
+            hand_over(kPause, false);
+            tile = -1;
+            for (int i = 0; i < kSlots && tile < 0; ++i) tile = settle((slot + i) % kSlots);
+            if (tile < 0) return hand_over(kEnd, false);
+            describe(tile);
+            hand_over(kWork, true);
         }
     }
 
   private:
+    __device__ __forceinline__ static void synchronise() {
+        named_barrier_wait(Tile::kDescriberBarrier, kThreads);
+    }
+
     // Waits until the consumers are done with a slot. Returns its tile if that has to be taken
     // again, else -1.
     __device__ __forceinline__ int64 settle(int which) {
@@ -52,7 +64,7 @@ struct Describer {
         issued ^= 1u << which;
         const SlotType& done = rooms.slots[which];
         const int64 tile = done.token == kWork && done.block.redo && !done.clean ? done.tile : -1;
-        __syncwarp();
+        synchronise();
         return tile;
     }
 
@@ -60,34 +72,44 @@ struct Describer {
     __device__ __forceinline__ bool describe(int64 tile) {
         SlotType& current = rooms.slots[slot];
         BlockWork<T, Score>& block = current.block;
-        if (!block.begin_by_warp(p.attention, tile, Tile::kQueries, Tile::kWidth, Tile::kKeys))
+        if (!block.begin_by_warps(p.attention, tile, Tile::kQueries, Tile::kWidth, Tile::kKeys,
+                                  thread, synchronise)) {
+            synchronise();  // all have read that
             return false;
-        const int group = threadIdx.x % 32;
+        }
         const TileRange tiles = block.tiles;
         const bool none = tiles.begin == tiles.end;
-        if (leads) {
+        const int warp = thread / 32, lane = thread % 32;
+        if (warp == 0 && lane < Tile::kGroups) {
+            const int64 row = block.first_row + 64 * lane;
+            const KeyRange all = block.score.range_of_all(row, row + 64);
+            auto relative = [&](int64 key_tile) {
+                return int(clamp(key_tile, tiles.begin, tiles.end) - tiles.begin);
+            };
+            current.whole_begin[lane] = relative((all.first + Tile::kKeys - 1) / Tile::kKeys);
+            current.whole_end[lane] = relative((all.last + 1) / Tile::kKeys);
+        } else if (warp == 1 && lane == 0) {
             current.tile = tile;
             // A share without keys walks over a tile that it does not see.
             current.tiles = none ? 1 : int(tiles.end - tiles.begin);
             current.first_key = int(tiles.begin) * Tile::kKeys;
             current.seen_first = none ? 0 : current.first_key;
             current.seen_last = none ? -1 : int(tiles.end) * Tile::kKeys - 1;
+        } else if (warp == 2 && lane == 0) {
+            const Output<T> output(p.attention, block.index, block.work.split);
+            current.out_start = output.out_start;
+            current.lse_start = output.lse_start;
+#pragma unroll
+            for (int axis = 0; axis < 3; ++axis)
+                current.out_batch[axis] =
+                    axis < p.attention.batch.count ? int(block.index.on_axis[axis]) : 0;
         }
-        if (group < Tile::kGroups) {
-            const int64 row = block.first_row + 64 * group;
-            const KeyRange all = block.score.range_of_all(row, row + 64);
-            auto relative = [&](int64 key_tile) {
-                return int(clamp(key_tile, tiles.begin, tiles.end) - tiles.begin);
-            };
-            current.whole_begin[group] = relative((all.first + Tile::kKeys - 1) / Tile::kKeys);
-            current.whole_end[group] = relative((all.last + 1) / Tile::kKeys);
-        }
-        __syncwarp();
         return true;
     }
 
     __device__ __forceinline__ void hand_over(Token token, bool again) {
-        if (leads) {
+        synchronise();
+        if (thread == 0) {
             SlotType& current = rooms.slots[slot];
             if (again) rooms.dirty->add(current.tile);
             current.clean = again;

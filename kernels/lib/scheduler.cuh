@@ -108,4 +108,34 @@ struct TileRange {
     }
 };
 
+// ------------------------------------------------------------------- blocks that take many tiles
+
+constexpr int64 kNoTile = -1, kNoMoreTiles = -2;
+
+// The tile that block `block` of `blocks` takes in round `round` of a grid of `tiles`, `rows` of
+// them row tiles of one entry; kNoTile if it has none in this round.
+//
+// Blocks take pairs: of the row tiles of an entry the longest under a causal mask with the
+// shortest, and so on, so that all pairs are equally long whatever the mask; neighbouring blocks
+// read the same keys. Pairs that are too few for all blocks are divided among two as far as they
+// go.
+__device__ __forceinline__ int64 tile_of_round(unsigned rows, unsigned tiles, unsigned blocks,
+                                               unsigned block, int64 round) {
+    const unsigned in_entry = (rows + 1) / 2, pairs = tiles / rows * in_entry;
+    const unsigned whole = pairs / blocks * 2, left = pairs % blocks;
+    unsigned pair = unsigned(round / 2) * blocks + block, member = round % 2;
+    if (round >= whole) {
+        if (block >= left) {  // at most the second of another block's pair
+            if (round > whole || block >= 2 * left) return kNoMoreTiles;
+            pair -= left;
+            member = 1;
+        } else if (round > whole && (round > whole + 1 || block + left < blocks)) {
+            return kNoMoreTiles;
+        }
+    }
+    const unsigned row = pair % in_entry, other = rows - 1 - row;
+    if (member && row == other) return kNoTile;
+    return int64(pair / in_entry) * rows + (member ? other : row);
+}
+
 }  // namespace cuflash
