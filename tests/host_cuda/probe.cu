@@ -1,6 +1,7 @@
 // Kernels that ask the shim one question each; `data` in, `result` out.
 #include "lib/numeric.cuh"
 #include "lib/online_softmax.cuh"
+#include "lib/scheduler.cuh"
 
 namespace probe {
 
@@ -138,6 +139,20 @@ __global__ void push(const __grid_constant__ Parameters p) {
     to[1] = state.normalizer();
     to[2] = state.logsumexp();
     for (int64 i = 0; i < p.count; ++i) to[3 + i] = state.weight(data<A>(p)[i]) * state.scale();
+}
+
+// Of data[0] row tiles an entry and data[1] tiles: result[t] counts how often tile t is taken,
+// result[tiles + b] how long block b works if the tiles of an entry take rows, ..., 2, 1.
+__global__ void deal(const __grid_constant__ Parameters p) {
+    const unsigned rows = data<int>(p)[0], tiles = data<int>(p)[1];
+    int* const to = result<int>(p);
+    for (int64 round = 0;; ++round) {
+        const int64 tile = tile_of_round(rows, tiles, gridDim.x, blockIdx.x, round);
+        if (tile == kNoMoreTiles) break;
+        if (tile == kNoTile) continue;
+        to[tile] += 1;
+        to[tiles + blockIdx.x] += int(rows - tile % rows);
+    }
 }
 
 }  // namespace probe
