@@ -95,25 +95,34 @@ _SLOT_BYTES = 2816
 
 
 class WgmmaChoice(NamedTuple):
-    """A row of the table: the widest heads that take the tile."""
+    """A row of the table: the widest heads, and the least queries, that take the tile."""
 
     width: int
+    queries: int
     tile: WgmmaTile
     reason: str
 
 
 WGMMA_TILES = (
     WgmmaChoice(
-        64, WgmmaTile(2, 128, 64, 3, 2, True, True, True),
-        "two warpgroups keep their scores, weights and sums in registers; three of 160 spill",
+        64, 512, WgmmaTile(4, 64, 64, 4, 2, True, True, True),
+        "at 64 columns the exponentials of a tile take as long as its products: the more"
+        " warpgroups, the more of them run beside products. 0.08 to 0.14 over two warpgroups from"
+        " T = 512 on; causal 0.02 to 0.13, but 0.10 behind at 512. Three with 96 keys are level at"
+        " 16384 alone",
     ),
     WgmmaChoice(
-        128, WgmmaTile(2, 128, 128, 2, 2, True, False, True),
-        "the largest tile of keys that leaves two stages; taking turns gains nothing here",
+        64, 0, WgmmaTile(2, 128, 64, 3, 2, True, True, True),
+        "few queries fill tiles of 128 rows better than of 256",
     ),
     WgmmaChoice(
-        256, WgmmaTile(2, 80, 256, 2, 1, False, True, False),
-        "80 keys leave two stages; the products hide the maximum",
+        128, 0, WgmmaTile(2, 128, 128, 2, 2, True, True, True),
+        "the largest tile of keys that leaves two stages; turns gain 0.01 to 0.02, three"
+        " warpgroups with 64 keys lose 0.04",
+    ),
+    WgmmaChoice(
+        256, 0, WgmmaTile(2, 80, 256, 2, 1, False, True, False),
+        "80 keys leave two stages; the products hide the maximum; turns gain 0.00 to 0.07",
     ),
 )  # fmt: skip
 
@@ -156,8 +165,10 @@ def wgmma_score(problem: AttentionProblem, score: str) -> str | None:
 
 def wgmma_tile(problem: AttentionProblem) -> WgmmaTile:
     """Return the first tile of the table that fits the problem."""
-    width = max(problem.d, problem.dv)
-    return next(choice.tile for choice in WGMMA_TILES if width <= choice.width)
+    width, queries = max(problem.d, problem.dv), problem.mean_tq
+    return next(
+        choice.tile for choice in WGMMA_TILES if width <= choice.width and queries >= choice.queries
+    )
 
 
 def forward_wgmma(dtype: np.dtype, score: str, tile: WgmmaTile) -> KernelName:

@@ -183,13 +183,17 @@ def warm(kernels: Iterable[KernelName], threads: int | None = None) -> None:
 
 
 class CompileReport(NamedTuple):
-    """What ptxas says of one kernel: registers and bytes a thread, static shared bytes a block."""
+    """What ptxas says of one kernel: registers and bytes a thread, static shared bytes a block.
+
+    `serialized`: products of warpgroups (wgmma) wait for each other, none runs beside arithmetic.
+    """
 
     registers: int
     stack: int
     spill_stores: int
     spill_loads: int
     shared: int
+    serialized: bool = False
 
 
 _ENTRY = re.compile(
@@ -198,6 +202,9 @@ _ENTRY = re.compile(
     r"(?P<loads>\d+) bytes spill loads.*?"
     r"Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
     re.DOTALL,
+)
+_SERIALIZED = re.compile(
+    r"wgmma\.mma_async instructions are serialized .*? in the function '([^']+)'"
 )
 _SHARED = re.compile(r"(\d+) bytes smem")
 
@@ -237,6 +244,7 @@ def compile_only(source: str, expressions: Sequence[str], arch: str) -> dict[str
         except nvrtc.NVRTCError as error:
             raise RuntimeError(f"{source} for {arch}:\n{nvrtc.getProgramLog(program)}") from error
         log = nvrtc.getProgramLog(program)
+        serialized = set(_SERIALIZED.findall(log))
         reports = {
             entry["name"]: CompileReport(
                 registers=int(entry["registers"]),
@@ -244,6 +252,7 @@ def compile_only(source: str, expressions: Sequence[str], arch: str) -> dict[str
                 spill_stores=int(entry["stores"]),
                 spill_loads=int(entry["loads"]),
                 shared=int(match[1]) if (match := _SHARED.search(entry["rest"])) else 0,
+                serialized=entry["name"] in serialized,
             )
             for entry in _ENTRY.finditer(log)
         }

@@ -267,19 +267,29 @@ struct Consumer {
         if (tile >= current.whole_begin[group] && tile < current.whole_end[group]) return;
         const int64 first_key = current.first_key + tile * Tile::kKeys;
         const int own_key = lane() % 4 * 2;
+        int low[2], high[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const KeyRange range = current.block.score.range(row_of(current, i));
             const int64 first = max(range.first, int64(current.seen_first));
             const int64 last = min(range.last, int64(current.seen_last));
-            const int low = int(clamp(first - first_key, 0, Tile::kKeys)) - own_key;
-            const int high = int(clamp(last + 1 - first_key, 0, Tile::kKeys)) - own_key;
-#pragma unroll
-            for (int j = 0; j < kKeyTiles; ++j)
-#pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    if (8 * j + e < low || 8 * j + e >= high) s[j][2 * i + e] = -infinity<float>();
+            low[i] = int(clamp(first - first_key, 0, Tile::kKeys)) - own_key;
+            high[i] = int(clamp(last + 1 - first_key, 0, Tile::kKeys)) - own_key;
         }
+        hide_if([&](int key, int i) { return key >= high[i]; });
+        // All keys before a row's last one are seen but for a window. The condition is one of the
+        // launch, so that it is no divergence.
+        if (p.attention.score.left < kUnlimited)
+            hide_if([&](int key, int i) { return key < low[i]; });
+    }
+
+    template <typename Unseen>
+    __device__ __forceinline__ void hide_if(Unseen unseen) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (unseen(8 * j + e % 2, e / 2)) s[j][e] = -infinity<float>();
     }
 
     __device__ __forceinline__ float top(int i) const {

@@ -42,8 +42,8 @@ struct WgmmaTile {
                                       (kStaged ? kWarps * kOutWarpBytes : 0);
     // What a block starts with, 65536 / kThreads a thread rounded down to 8, moves to the
     // consumers.
-    static constexpr int kProducerRegisters = kGroups == 2 ? 56 : 32;
-    static constexpr int kConsumerRegisters = kGroups == 2 ? 224 : kGroups == 3 ? 160 : 112;
+    static constexpr int kProducerRegisters = kGroups == 4 ? 32 : 56;
+    static constexpr int kConsumerRegisters = kGroups == 2 ? 224 : kGroups == 3 ? 152 : 112;
     static_assert(kKeys % 16 == 0 && kWidth % 64 == 0, "panels of whole groups of rows");
 };
 

@@ -68,7 +68,7 @@ def test_a_report_on_a_compiled_kernel():
     name = "cuflash::naive_maximum<float, cuflash::kPacked>"
     (report,) = compile_only("softmax/naive.cu", [name], "sm_80").values()
     assert 16 <= report.registers <= 128
-    assert report[1:] == (0, 0, 0, 0)
+    assert report[1:] == (0, 0, 0, 0, False)
 
 
 def test_a_kernel_that_does_not_compile_is_an_error_with_the_log():

@@ -27,9 +27,10 @@ COVERING_MMA_TILE = "MmaTile<2, 4, 64, 64, 64,"
 #: ptxas fills 255 registers, and for 16-bit inputs, converted as they are loaded, 2 words more; on
 #: tensor cores no tile may spill, whatever the options.
 MOST_SPILLED = {"float64": 0, "float32": 0, "float16": 8, "bfloat16": 8}
-#: What spills on Hopper is the producer warp, once a tile, and with 256 columns of out a few words
-#: on their way out: none of it is in the loop over the keys.
-MOST_SPILLED_WGMMA = 256
+#: What spills on Hopper are the producer's warps, once a tile, and with 256 columns of out a few
+#: words on their way out: none of it is in the loop over the keys. Four warpgroups spill there too,
+#: the sums that a step needs only if it starts over, and are faster than two all the same.
+MOST_SPILLED_WGMMA, MOST_SPILLED_BY_FOUR = 64, 640
 
 
 def programs():
@@ -87,7 +88,9 @@ def test_compiles_without_spills(program, reports):
     dtype, architecture, _, expression = program
     report = reports[program].result()[expression]
     if "forward_wgmma" in expression:
-        assert max(report.spill_stores, report.spill_loads) <= MOST_SPILLED_WGMMA, report
+        most = MOST_SPILLED_BY_FOUR if "WgmmaTile<4," in expression else MOST_SPILLED_WGMMA
+        assert max(report.spill_stores, report.spill_loads) <= most, report
+        assert not report.serialized
     elif architecture == HOME[dtype]:
         allowed = 0 if "forward_mma" in expression else MOST_SPILLED[dtype]
         assert max(report.spill_stores, report.spill_loads) <= allowed, report
@@ -105,4 +108,4 @@ def test_every_variant_is_compiled_once():
     assert len(list(attention_kernels(np.dtype(np.float32)))) == 5 * 3 + 3
     tensor_cores = [k for k in attention_kernels(BFLOAT16) if "forward_mma" in k.expression]
     assert len(tensor_cores) == sum(7 if choice.steps else 2 for choice in MMA_TILES)
-    assert len([k for k in attention_kernels(BFLOAT16) if "forward_wgmma" in k.expression]) == 3 * 2
+    assert len([k for k in attention_kernels(BFLOAT16) if "forward_wgmma" in k.expression]) == 4 * 2
