@@ -26,6 +26,7 @@ from . import _plots
 from ._files import read_npy, read_npz, replacing
 from ._runners import DeviceRunner, HostRunner, Runner
 from .host.threads import worker_count
+from .problem import ArraySpec, AttentionArrays, AttentionProblem, c_strides
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("query_lengths", "key_lengths", "query_offset")
@@ -91,8 +92,11 @@ def _info(args: argparse.Namespace) -> None:
     if args.softmax:
         _info_softmax(args)
         return
+    if args.attention:
+        _info_attention(args)
+        return
     if args.device_like:
-        raise ValueError("--device-like goes with --softmax")
+        raise ValueError("--device-like goes with --softmax and --attention")
     obstacle = _device_obstacle()
     lines = [
         ("cuflash", cuflash.__version__),
@@ -112,17 +116,7 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _info_softmax(args: argparse.Namespace) -> None:
-    obstacle = _device_obstacle()
-    if importlib.util.find_spec("cupy") is None or (obstacle and not args.device_like):
-        raise ValueError(f"info --softmax: {obstacle}")
-    occupancy = importlib.import_module("cuflash.device.occupancy")
-    if args.device_like:
-        if args.device_like not in occupancy.KNOWN_GPUS:
-            known = ", ".join(occupancy.KNOWN_GPUS)
-            raise ValueError(f"--device-like {args.device_like}: not one of {known}")
-        name, limits = args.device_like, occupancy.KNOWN_GPUS[args.device_like]
-    else:
-        name, limits = "this GPU", occupancy.device_limits(_cupy().cuda.runtime.getDevice())
+    name, limits, occupancy = _device_limits(args, "--softmax")
     dtype = np.dtype(args.dtype)
     print(f"softmax of contiguous {dtype.name} rows on {name}, method auto")
     for line in occupancy.report(limits, dtype):
@@ -130,6 +124,48 @@ def _info_softmax(args: argparse.Namespace) -> None:
     print("\na float32 row in the shared memory of a block of 256 threads, without opt-in")
     for line in occupancy.source_report(limits):
         print(line)
+
+
+def _device_limits(args: argparse.Namespace, option: str) -> tuple[str, Any, Any]:
+    """Return the name and limits of the GPU that is asked about, and what knows about GPUs."""
+    obstacle = _device_obstacle()
+    if importlib.util.find_spec("cupy") is None or (obstacle and not args.device_like):
+        raise ValueError(f"info {option}: {obstacle}")
+    occupancy = importlib.import_module("cuflash.device.occupancy")
+    if not args.device_like:
+        return "this GPU", occupancy.device_limits(_cupy().cuda.runtime.getDevice()), occupancy
+    if args.device_like not in occupancy.KNOWN_GPUS:
+        known = ", ".join(occupancy.KNOWN_GPUS)
+        raise ValueError(f"--device-like {args.device_like}: not one of {known}")
+    return args.device_like, occupancy.KNOWN_GPUS[args.device_like], occupancy
+
+
+def _info_attention(args: argparse.Namespace) -> None:
+    name, limits, _ = _device_limits(args, "--attention")
+    if len(args.attention) > 3:
+        raise ValueError(f"--attention: {len(args.attention)} shapes, but q, k and v are three")
+    q, *rest = args.attention
+    k = rest[0] if rest else q
+    v = rest[1] if len(rest) > 1 else (*k[:-1], q[-1])
+    dtype = np.dtype(args.dtype)
+    specs = [ArraySpec(x, c_strides(x, dtype.itemsize), dtype) for x in (q, k, v)]
+    problem = AttentionProblem.of(
+        AttentionArrays(*specs), enable_gqa=args.enable_gqa, scale=None, causal=args.causal,
+        window=None, softcap=args.softcap, num_splits=args.num_splits, method="auto",
+    )  # fmt: skip
+    print(f"attention of contiguous {dtype.name} q {q}, k {k}, v {v} on {name}, method auto")
+    for line in importlib.import_module("cuflash.device.attention_report").report(problem, limits):
+        print(line)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(size) for size in text.split(","))
+    except ValueError:
+        shape = (-1,)
+    if min(shape) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape such as 2,16,4096,128")
+    return shape
 
 
 def _found(probe: Callable[[], str]) -> str:
@@ -312,16 +348,31 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--plot", type=Path, metavar="PNG", help="write the attention map")
     demo.set_defaults(run=_demo)
 
-    info = commands.add_parser("info", help="engines, GPUs and versions; regimes of softmax")
-    info.add_argument(
+    info = commands.add_parser(
+        "info", help="engines, GPUs and versions; what is chosen for softmax and for attention"
+    )
+    asked = info.add_mutually_exclusive_group()
+    asked.add_argument(
         "--softmax",
         action="store_true",
         help="which method for which row length, occupancy, predicted trips to memory",
     )
-    info.add_argument("--dtype", choices=_DTYPES, default="float32", help="of --softmax's rows")
-    info.add_argument(
-        "--device-like", metavar="GPU", help="with --softmax: of a GPU that is not here, such as t4"
+    asked.add_argument(
+        "--attention",
+        nargs="+",
+        type=_shape,
+        metavar="SHAPE",
+        help="which kernel for q, k and v, such as 2,16,4096,128 (k and v like q), and why",
     )
+    info.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the rows, or of q")
+    info.add_argument(
+        "--device-like", metavar="GPU", help="ask about a GPU that is not here: h200 or t4"
+    )
+    of_attention = info.add_argument_group("with --attention")
+    of_attention.add_argument("--causal", action="store_true")
+    of_attention.add_argument("--enable-gqa", action="store_true")
+    of_attention.add_argument("--softcap", type=float)
+    of_attention.add_argument("--num-splits", type=int)
     info.set_defaults(run=_info)
 
     attend = commands.add_parser(

@@ -1,6 +1,7 @@
 """The command line: what it computes, and how it fails."""
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -375,6 +376,38 @@ def test_regimes_of_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -
     assert "does not fit: 12288 is the longest row" in source
     assert_refused(["info", "--softmax", "--device-like", "abacus"], capsys, "t4, h200")
     assert_refused(["info", "--device-like", "t4"], capsys, "--softmax")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "taken", "said"),
+    [
+        (["2,16,4096,128"], "wgmma", "tile    128 queries x 128 keys: the largest tile"),
+        (["2,16,4096,128", "--softcap", "30"], "mma", "wgmma   has no kernel for options"),
+        (["2,16,4096,128", "--device-like", "t4"], "simt", "mma     needs compute capability 8.0"),
+        (["2,16,4096,300"], "simt", "wgmma   needs at most 256 features"),
+        (["4,64,64", "4,0,64", "--causal"], "mma", "wgmma   needs keys"),
+        (["1,32,1,128", "1,8,65536,128", "--enable-gqa"], "mma", "shares, merged by"),
+        (["0,64,64"], "", "there is nothing to write"),
+    ],
+)
+def test_the_kernel_of_an_attention(
+    arguments: list[str], taken: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cupy")
+    like = [] if "--device-like" in arguments else ["--device-like", "h200"]
+    assert main(["info", "--dtype", "bfloat16", *like, "--attention", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert said in out
+    assert not taken or re.search(rf"^{taken} +taken$", out, re.MULTILINE)
+
+
+def test_shapes_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("cupy")
+    ask = ["info", "--device-like", "h200", "--attention"]
+    assert_refused([*ask, "2,x"], capsys, "'2,x' is no shape")
+    assert_refused([*ask, "8"], capsys, "q has 1 axes")
+    assert_refused([*ask, "8,8", "8,9"], capsys, "k has 9 features")
+    assert_refused([*ask, "8,8", "8,8", "8,8", "8,8"], capsys, "q, k and v are three")
 
 
 def test_info_without_cupy(

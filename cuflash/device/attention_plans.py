@@ -21,7 +21,7 @@ from .attention_plans_mma import (
     MmaTile,
     forward_mma,
     mma_kernels,
-    mma_runs,
+    mma_obstacle,
     mma_score,
     mma_tile,
 )
@@ -33,7 +33,7 @@ from .attention_plans_wgmma import (
     out_has_map,
     plan_maps,
     wgmma_kernels,
-    wgmma_runs,
+    wgmma_obstacle,
     wgmma_score,
     wgmma_tile,
 )
@@ -229,10 +229,19 @@ def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     yield _combine(f"combine_states<{C_TYPES[acc.name]}>")
 
 
+def attention_obstacles(problem: AttentionProblem, limits: DeviceLimits) -> dict[str, str | None]:
+    """Return why each kernel family cannot run a problem, None if it can, the fastest first."""
+    return {
+        "wgmma": wgmma_obstacle(problem, _score(problem), limits),
+        "mma": mma_obstacle(problem, limits),
+        "simt": None,
+    }
+
+
 def attention_methods(problem: AttentionProblem, limits: DeviceLimits) -> tuple[str, ...]:
     """Return the kernel families that can run a problem on a device, the fastest first."""
-    hopper = wgmma_runs(problem, limits) and wgmma_score(problem, _score(problem)) is not None
-    return ("wgmma",) * hopper + ("mma",) * mma_runs(problem, limits) + ("simt",)
+    obstacles = attention_obstacles(problem, limits)
+    return tuple(method for method, obstacle in obstacles.items() if obstacle is None)
 
 
 class _Forward(NamedTuple):

@@ -117,13 +117,15 @@ _RESERVED_SHARED = 2048
 _FOLDABLE = (2.0**-64, 2.0**64)
 
 
-def mma_runs(problem: AttentionProblem, limits: DeviceLimits) -> bool:
-    """Tell whether tensor cores can run this problem on a device."""
-    return (
-        problem.dtype.itemsize == 2
-        and max(problem.d, problem.dv) <= WIDEST
-        and int(limits.compute_capability) >= 80
-    )
+def mma_obstacle(problem: AttentionProblem, limits: DeviceLimits) -> str | None:
+    """Return why tensor cores cannot run this problem on a device; None if they can."""
+    if problem.dtype.itemsize != 2:
+        return "needs float16 or bfloat16"
+    if max(problem.d, problem.dv) > WIDEST:
+        return f"needs at most {WIDEST} features and columns of v"
+    if int(limits.compute_capability) < 80:
+        return "needs compute capability 8.0"
+    return None
 
 
 def mma_score(problem: AttentionProblem, score: str) -> str:

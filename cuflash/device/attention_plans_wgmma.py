@@ -132,18 +132,24 @@ WGMMA_SCORES = ("PlainScore", "RangedScore")
 _LEAST_QUERIES = 64
 
 
-def wgmma_runs(problem: AttentionProblem, limits: DeviceLimits) -> bool:
-    """Tell whether Hopper's tensor cores can run this problem: its arrays can be fetched by TMA."""
-    return (
-        problem.dtype.itemsize == 2
-        and limits.compute_capability == "90"
-        and 0 < problem.dv <= WIDEST
-        and problem.d <= WIDEST
-        and 0 < problem.tk < 2**31
-        and problem.mean_tq >= _LEAST_QUERIES
-        and problem.tq < 2**31
-        and all(_has_map(spec) for spec in (problem.q, problem.k, problem.v))
-    )
+def wgmma_obstacle(problem: AttentionProblem, score: str, limits: DeviceLimits) -> str | None:
+    """Return why Hopper's tensor cores cannot run this problem; None if they can."""
+    if limits.compute_capability != "90":
+        return "needs compute capability 9.0"
+    if problem.dtype.itemsize != 2:
+        return "needs float16 or bfloat16"
+    if not (problem.d <= WIDEST and 0 < problem.dv <= WIDEST):
+        return f"needs at most {WIDEST} features and 1 to {WIDEST} columns of v"
+    if not (0 < problem.tk < 2**31 and problem.tq < 2**31):
+        return "needs keys, and fewer than 2^31 keys and queries"
+    if problem.mean_tq < _LEAST_QUERIES:
+        return f"needs {_LEAST_QUERIES} queries: fewer leave most of a tile empty"
+    if wgmma_score(problem, score) is None:
+        return "has no kernel for options that change scores"
+    for name in ("q", "k", "v"):
+        if not _has_map(getattr(problem, name)):
+            return f"cannot fetch {name} by TMA: rows end to end, all else in steps of 16 bytes"
+    return None
 
 
 def _has_map(spec: ArraySpec) -> bool:
