@@ -338,3 +338,24 @@ def test_many_parts():
     expected = expect_attention(*map(cupy.asnumpy, (q, k, v)))
     np.testing.assert_allclose(cupy.asnumpy(out), expected.out.value, rtol=0, atol=2e-6)
     np.testing.assert_allclose(cupy.asnumpy(lse), expected.lse.value, rtol=2e-6)
+
+
+def test_results_lie_where_the_operands_do():
+    """On the last of the devices, while the first is the current one."""
+    last = cupy.cuda.runtime.getDeviceCount() - 1
+    with cupy.cuda.Device(last):
+        q, k, v = (normal(i, 3, 70, 64) for i in range(3))
+        expected = (
+            *cuflash.flash_attention(q, k, v, return_lse=True, num_splits=2),
+            cuflash.softmax(q),
+            *cuflash.merge_attention(q, q[..., 0], k, k[..., 0]),
+        )
+    with cupy.cuda.Device(0):
+        results = (
+            *cuflash.flash_attention(q, k, v, return_lse=True, num_splits=2),
+            cuflash.softmax(q),
+            *cuflash.merge_attention(q, q[..., 0], k, k[..., 0]),
+        )
+    assert {x.device.id for x in results} == {last}
+    for result, wanted in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(cupy.asnumpy(result), cupy.asnumpy(wanted))
