@@ -2,7 +2,7 @@
 
 from . import analysis, baselines, reference
 from ._attention import flash_attention, workspace_size
-from ._attention_vjp import AttentionGrads, flash_attention_varlen_vjp, flash_attention_vjp
+from ._attention_vjp import flash_attention_varlen_vjp, flash_attention_vjp
 from ._online import (
     SoftmaxState,
     merge_attention,
@@ -13,6 +13,7 @@ from ._online import (
 from ._softmax import log_softmax, log_softmax_vjp, logsumexp, logsumexp_vjp, softmax, softmax_vjp
 from ._varlen import flash_attention_varlen
 from ._version import __version__
+from .problem_vjp import AttentionGrads
 
 __all__ = [
     "AttentionGrads",

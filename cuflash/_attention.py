@@ -363,7 +363,8 @@ def enter(
         operands | results, options=array_options, values=values, outputs=outputs
     )
     arrays = AttentionArrays._make(map(native.get, AttentionArrays._fields))
-    return home, arrays, *({name: native[name] for name in part} for part in (outputs, results))
+    outputs, results = ({name: native[name] for name in part} for part in (outputs, results))
+    return home, arrays, outputs, results
 
 
 def _by_role(given: AttentionArrays) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

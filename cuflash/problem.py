@@ -329,7 +329,8 @@ def _attention_problem(
     if heads is not None:  # only now: messages are about the shapes that were given
         batch = (*batch[:-1], *heads)
         for name, (axis, sizes) in head_axes(specs, heads).items():
-            members[name] = split_heads(members[name], axis, sizes)
+            if members[name] is not None:
+                members[name] = split_heads(members[name], axis, sizes)
     for name, x in (("k", k), ("v", v)):
         members[name] = members[name].broadcast_to((*batch, tk, x.shape[-1]), name)
     return AttentionProblem(
@@ -375,10 +376,8 @@ def head_axes(
     }
 
 
-def split_heads(spec: ArraySpec | None, axis: int, sizes: tuple[int, int]) -> ArraySpec | None:
-    """Describe the view with the head axis, which has its full size, as two axes."""
-    if spec is None:
-        return None
+def split_heads(spec: ArraySpec, axis: int, sizes: tuple[int, int]) -> ArraySpec:
+    """Describe the view with the head axis as two axes."""
     at = len(spec.shape) + axis
     shape, strides = list(spec.shape), list(spec.strides)
     shape[at : at + 1] = sizes

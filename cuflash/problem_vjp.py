@@ -25,7 +25,11 @@ from .problem import (
 class AttentionGrads(NamedTuple):
     """Gradients of an attention call, each of its operand's shape and dtype.
 
-    A member that was not asked for is None.
+    Parameters
+    ----------
+    dq, dk, dv, dbias, dsinks : array, optional
+        Gradients of q, k, v, bias and sinks; as an argument, the arrays to fill. None for what is
+        not asked for, and for operands that were not given.
     """
 
     dq: Any = None
@@ -92,7 +96,7 @@ class AttentionVjpProblem:
         """
         if not isinstance(method, str):
             raise TypeError(f"method must be a string, got {type(method).__name__}")
-        heads = forward.batch_shape[-2:] if flag("enable_gqa", enable_gqa) else None
+        heads = _heads(forward, enable_gqa)
         return cls(
             forward=forward,
             results=AttentionResults(**_result_specs(forward, results, heads)),
@@ -114,7 +118,7 @@ class AttentionVjpProblem:
 
         The operands may be without data, as everything else here is.
         """
-        heads = forward.batch_shape[-2:] if flag("enable_gqa", enable_gqa) else None
+        heads = _heads(forward, enable_gqa)
         acc = accumulator(forward.dtype)
         out = _contiguous(joined(forward.out_shape, -4, heads), acc)
         lse = _contiguous(joined(forward.lse_shape, -3, heads), acc)
@@ -129,12 +133,19 @@ class AttentionVjpProblem:
         )
 
 
+def _heads(forward: AttentionProblem, enable_gqa: object) -> tuple[int, int] | None:
+    """Return (key heads, query heads for each) if one head axis was split into these."""
+    if not flag("enable_gqa", enable_gqa):
+        return None
+    return forward.batch_shape[-2], forward.batch_shape[-1]
+
+
 def _contiguous(shape: tuple[int, ...], dtype: np.dtype) -> ArraySpec:
     return ArraySpec(shape, c_strides(shape, dtype.itemsize), dtype)
 
 
 def _result_specs(
-    forward: AttentionProblem, results: AttentionResults, heads: tuple[int, ...] | None
+    forward: AttentionProblem, results: AttentionResults, heads: tuple[int, int] | None
 ) -> Mapping[str, ArraySpec]:
     """Describe cotangents and results, or raise naming the one that does not fit."""
     acc = accumulator(forward.dtype)
@@ -156,7 +167,7 @@ def _gradient_specs(
     forward: AttentionProblem,
     operands: AttentionArrays,
     grads: AttentionGrads,
-    heads: tuple[int, ...] | None,
+    heads: tuple[int, int] | None,
 ) -> Mapping[str, ArraySpec]:
     """Describe the gradients to fill, or raise naming the one that does not fit its operand."""
     specs: dict[str, ArraySpec] = {}
