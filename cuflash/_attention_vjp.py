@@ -82,10 +82,10 @@ def flash_attention_vjp(
         One-dimensional scratch of at least ``workspace_size(..., backward=True)`` bytes.
     method : str
         "auto", or "tiled" on the host.
-    scale, causal, window, query_offset, query_lengths, key_lengths, mask, bias, alibi_slopes, \
-softcap, sinks, enable_gqa, check
-
-        As the forward was given them. scale, softcap and slopes get no gradient.
+    scale, causal, window, query_offset, query_lengths, key_lengths, mask, bias, sinks
+        As the forward was given them. The scale gets no gradient.
+    alibi_slopes, softcap, enable_gqa, check
+        As the forward was given them. Slopes and the softcap get no gradient.
 
     Returns
     -------

@@ -15,7 +15,7 @@ the bits of a gradient do too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, TypeAlias
@@ -108,8 +108,8 @@ class _Piece(NamedTuple):
     arrays: AttentionArrays
     results: AttentionResults
     sums: dict[str, np.ndarray]
-    first_row: int = 0
-    first_key: int = 0
+    origin: Mapping[str, int] = {}
+    """First token, on the whole axis, of each gradient that has tokens."""
 
 
 def _pieces(whole: _Piece) -> Iterator[_Piece]:
@@ -130,8 +130,7 @@ def _pieces(whole: _Piece) -> Iterator[_Piece]:
                 None if results.dlse is None else results.dlse[..., rows],
             ),
             {n: x[..., tokens[n], :] if n in tokens else x for n, x in sums.items()},
-            rows.start,
-            keys.start,
+            {name: part.start for name, part in tokens.items()},
         )
 
 
@@ -161,14 +160,9 @@ class _Lane:
 
     def _key(self, name: str, unit: _Unit) -> _Key:
         """Name the part of a sum that a unit adds to."""
-        token = {
-            "dq": (self._piece.first_row, unit.share),
-            "dk": (self._piece.first_key, 0),
-            "dv": (self._piece.first_key, 0),
-            "dbias": (0, unit.share if _has_rows(self._piece, name) else 0),
-            "dsinks": (0, 0),
-        }[name]
-        return name, (*token, *(part.start for part in self._region(name, unit)))
+        own_rows = name == "dq" or (name == "dbias" and _bias_has_rows(self._piece))
+        share, origin = unit.share if own_rows else 0, self._piece.origin.get(name, 0)
+        return name, (origin, share, *(part.start for part in self._region(name, unit)))
 
     def run(self, shared: set[_Key]) -> None:
         """Do the work; into partial sums where other lanes add as well."""
@@ -176,7 +170,8 @@ class _Lane:
             for unit in self._units:
                 targets = {}
                 for name, total in self._piece.sums.items():
-                    target, key = total[self._region(name, unit)], self._key(name, unit)
+                    target = total[(*self._region(name, unit), ...)]  # a view of no axes, too
+                    key = self._key(name, unit)
                     if key in shared:
                         if key not in self._partial:
                             self._partial[key] = np.zeros(target.shape, target.dtype), target
@@ -191,9 +186,9 @@ class _Lane:
         self._partial.clear()
 
 
-def _has_rows(piece: _Piece, name: str) -> bool:
-    """Tell whether each row of scores has its own part of a gradient of the bias."""
-    return name in piece.sums and piece.sums[name].shape[-2] != 1
+def _bias_has_rows(piece: _Piece) -> bool:
+    """Tell whether the gradient of a bias is asked for that has a part for each row of scores."""
+    return "dbias" in piece.sums and piece.sums["dbias"].shape[-2] != 1
 
 
 def _lanes(piece: _Piece) -> Iterator[_Lane]:
@@ -210,7 +205,7 @@ def _lanes(piece: _Piece) -> Iterator[_Lane]:
     groups: dict[object, list[Index]] = {}
     for index in plan.batches(problem.batch_shape):
         key = [part.start for part in index]
-        if _has_rows(piece, "dbias"):
+        if _bias_has_rows(piece):
             sizes = piece.sums["dbias"].shape
             key = [0 if size == 1 else at for at, size in zip(key, sizes, strict=False)]
         groups.setdefault(tuple(key), []).append(index)
