@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -170,7 +170,8 @@ class _Lane:
             for unit in self._units:
                 targets = {}
                 for name, total in self._piece.sums.items():
-                    target = total[(*self._region(name, unit), ...)]  # a view of no axes, too
+                    region: Any = (*self._region(name, unit), ...)  # a view, of no axes as well
+                    target = total[region]
                     key = self._key(name, unit)
                     if key in shared:
                         if key not in self._partial:
