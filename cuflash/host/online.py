@@ -138,7 +138,8 @@ def merge_attention_vjp(
             total = divisor(weights[0] + weights[1])
             shares = [weight / total for weight in weights]
             rise = dout[rows].astype(dtype)
-            between = np.sum(rise * (outs[0] - outs[1]), axis=-1) * shares[0] * shares[1]
+            apart = np.sum(rise * (outs[0] - outs[1]), axis=-1)
+            between = apart * (shares[0] * shares[1])
             for part, share, gone, term in zip(
                 grads, shares, empty, (between, -between), strict=True
             ):
