@@ -274,6 +274,7 @@ class _Block:
             q = q.copy()  # of one array with itself NumPy takes another product, of other bits
         if "dsinks" in targets:
             of_rows = -np.exp(block.sinks[..., None].astype(dtype) - lse) * delta
+            of_rows[lse == np.inf] = 0  # there is no logit, nor a sink
             _add(targets["dsinks"], of_rows.sum(axis=-1))
 
         finite_q = bool(np.isfinite(q).all())
@@ -327,23 +328,21 @@ class _Block:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return dout, lse and delta = rowsum(dout * out) - dlse of the rows.
 
-        They are such that a row without a logit adds nothing, whatever its dout and dlse hold:
-        lse, which was -inf, is inf, and weights exp(s - lse) are 0.
+        An lse of -inf becomes inf: exp(s - lse) is then 0. Rows past their length count nothing.
         """
         dtype, block = self.plan.dtype, self.operands
-        lse = self.results.lse[..., rows]
-        empty = lse == -np.inf
-        if block.query_lengths is not None:
-            empty = empty | (row_numbers(rows)[:, 0] >= block.query_lengths[..., None])
-        lse = np.where(empty, np.inf, np.where(lse == np.inf, np.nan, lse)).astype(dtype)
+        lse = self.results.lse[..., rows].astype(dtype)
+        lse = np.where(np.isinf(lse), np.where(lse < 0, -lse, np.nan), lse)
         dout = np.array(self.results.dout[..., rows, :], dtype, order="C")
-        dout[empty] = 0
         delta = np.multiply(dout, self.results.out[..., rows, :], dtype=dtype).sum(axis=-1)
         if block.sinks is not None and not np.isfinite(delta).all():
             delta[self._blind(rows, visible)] = 0
         if self.results.dlse is not None:
             delta -= self.results.dlse[..., rows]
-        delta[empty] = 0
+        if block.query_lengths is not None:
+            past = row_numbers(rows)[:, 0] >= block.query_lengths[..., None]
+            past = np.broadcast_to(past, lse.shape)
+            lse[past], dout[past], delta[past] = np.inf, 0, 0
         return dout, lse, delta
 
     def _blind(self, rows: slice, visible: Visible | None) -> np.ndarray:

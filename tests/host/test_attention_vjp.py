@@ -98,10 +98,15 @@ def test_an_infinite_score_is_nan_in_what_its_row_sees() -> None:
     grads = differentiate(dout, q, k, v)
     assert np.isnan(grads.dq[2]).all()
     assert np.isfinite(np.delete(grads.dq, 2, axis=0)).all()
-    given_inf = cuflash.flash_attention_vjp(
-        dout, q, k, v, np.zeros_like(dout), np.where(np.arange(5) == 2, np.inf, 0).astype("f4")
-    )
-    assert np.isnan(given_inf.dq[2]).all()
+
+
+def test_an_infinite_lse_is_nan_in_its_row() -> None:
+    q, k, v, dout = (normal(5, 4, seed=seed) for seed in range(4))
+    out, lse = cuflash.flash_attention(q, k, v, return_lse=True)
+    lse[2] = np.inf
+    grads = cuflash.flash_attention_vjp(dout, q, k, v, out, lse)
+    assert np.isnan(grads.dq[2]).all()
+    assert np.isfinite(np.delete(grads.dq, 2, axis=0)).all()
 
 
 def test_a_row_of_weights_that_are_all_zero_has_gradient_zero() -> None:
