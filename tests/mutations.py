@@ -179,7 +179,7 @@ MUTATIONS = [
     Mutation(
         "softcap without its cap",
         HOST_SCORE,
-        "capped *= cap",
+        "capped *= limit",
         "capped *= 1",
         f"{HOST_CASE}[case_softcap]",
     ),
