@@ -30,9 +30,9 @@ dS_j = P_j * (dP_j - delta) is within u * P_j * (A_j + A + abs(dlse)) =: u * N_j
     dk: abs(scale) * sum over rows of u * N_j * abs(q)      dv: sum over rows of u * P_j * abs(dout)
 
 each summed over what broadcasts. The slope of a softcap is at most 1. Where P_j or dS_j falls below
-the numbers of its type, it is lost: P_j + tiny stands for it. The relative Frobenius norm of an
-error is taken to the same sums without u, at most 4 times the limit of the forward: the gradient
-itself can cancel to nothing.
+the numbers of its type, it is lost: P_j + tiny stands for it. The limit on the relative Frobenius
+norm is 4 times that of the forward. It is asked of gradients that do not cancel, as those of a
+single key do: their norm is at least a quarter of that of their terms, added in quadrature.
 """
 
 from __future__ import annotations
@@ -182,37 +182,41 @@ def expect_gradients(
     value = reference.attention_vjp(dout, q, k, v, dlse=dlse, **options)
     precision = accumulator(dtype)
     naive = reference.attention_vjp(dout, q, k, v, dlse=dlse, precision=precision, **options)
-    sizes, weighted = _gradient_sizes(dout, q, k, v, dlse, options)
+    sizes = _gradient_sizes(dout, q, k, v, dlse, options)
     expected: dict[str, Expected] = {}
     for name, of_value, of_naive in zip(value._fields, value, naive, strict=True):
         if of_value is None or of_naive is None:
             continue
         operand = options[name[1:]] if name in ("dbias", "dsinks") else q
         own = np.asarray(operand).dtype.name
-        size, bound = getattr(sizes, name), getattr(weighted, name)
-        bound = bound + UNIT_ROUNDOFF[own] * size
-        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        size = sizes.plain[name]
+        bound = sizes.weighted[name] + UNIT_ROUNDOFF[own] * size
+        with np.errstate(invalid="ignore", over="ignore"):
             rounded = of_naive.astype(dtype_of(own)).astype(np.float64)
             error = _finite_max(rounded - of_value, axis=None)
-            relative = float(np.linalg.norm(size) / np.linalg.norm(of_value))
+            norm, terms = np.linalg.norm(of_value), np.linalg.norm(sizes.quadrature[name])
         limit = None
-        if sizes.moderate and size.size >= 64 and np.isfinite(relative):
-            limit = 4 * relative * max(FROBENIUS[dtype], FROBENIUS[own])
+        if sizes.moderate and size.size >= 64 and norm > terms / 4:
+            of_naive_error = float(np.linalg.norm(rounded - of_value) / norm)
+            limit = 4 * max(FROBENIUS[dtype], FROBENIUS[own], 2 * of_naive_error)
         touched = size > 0  # what nobody sees has gradient 0, no less
         bound = np.where(touched, 4 * (2 * error + bound) + SMALLEST_SUBNORMAL[own], 0)
         expected[name] = Expected(of_value, bound, limit)
     return ExpectedGradients(**expected)
 
 
-class _Sizes(NamedTuple):
-    """What the terms of each gradient add up to if none cancels."""
+_Sizes: TypeAlias = dict[str, Floats]
 
-    dq: Floats
-    dk: Floats
-    dv: Floats
-    dbias: Floats | None
-    dsinks: Floats | None
-    moderate: bool = True
+
+class _GradientSizes(NamedTuple):
+    """What the terms of each gradient add up to if none cancels; by the gradient's name."""
+
+    plain: _Sizes
+    weighted: _Sizes
+    """With each row times its u."""
+    quadrature: _Sizes
+    """The root of the sum of squares: what terms of random signs add up to."""
+    moderate: bool
     """Whether all scores are small enough for the limit on the Frobenius norm."""
 
 
@@ -223,8 +227,7 @@ def _gradient_sizes(
     v: ArrayLike,
     dlse: ArrayLike | None,
     options: dict[str, Any],
-) -> tuple[_Sizes, _Sizes]:
-    """Return the sizes of the gradients, and the same with each row times its u."""
+) -> _GradientSizes:
     dtype = np.asarray(q).dtype.name
     eps, eps_acc = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[accumulator(dtype)]
     tiny = SMALLEST_NORMAL[accumulator(dtype)] + SMALLEST_SUBNORMAL[dtype]
@@ -241,38 +244,40 @@ def _gradient_sizes(
     with np.errstate(all="ignore"):
         p = np.where(seen, np.exp(scores - lse[..., None]), 0)
     p = np.where(seen, np.where(np.isfinite(p), p, 0) + tiny, 0)
-    products = np.where(seen, rise @ all_v.swapaxes(-1, -2), 0)
-    largest = products.max(axis=-1, initial=0) + of_lse
+    bias, sinks = options.get("bias"), options.get("sinks")
+    sink = np.asarray(-np.inf if sinks is None else sinks).astype(np.float64)[..., None]
+    with np.errstate(all="ignore"):
+        share = np.where(lse > -np.inf, np.nan_to_num(np.exp(sink - lse)) + tiny, 0)
     scale = options.get("scale")
     scale = own_q.shape[-1] ** -0.5 if scale is None else abs(scale)
 
-    def summed(x: Floats, shape: Sequence[int]) -> Floats:
-        return sum_to(x, tuple(shape)).astype(np.float64)
-
-    def summed_heads(x: Floats, repeated: Floats, own: Floats) -> Floats:
-        return sum_heads(x, repeated.shape, own.shape).astype(np.float64)
-
-    def sizes(u: Floats) -> _Sizes:
-        weights = p * u[..., None]
+    def sizes(u: Floats, power: int = 1) -> _Sizes:
+        weights = (p * u[..., None]) ** power
+        products = np.where(seen, rise**power @ (all_v**power).swapaxes(-1, -2), 0)
+        largest = products.max(axis=-1, initial=0) + of_lse**power
         n = weights * (products + largest[..., None])
-        bias, sinks = options.get("bias"), options.get("sinks")
-        of_sinks = None
+        of_sinks = ((share * u) ** power * largest).sum(axis=-1)
+        sums = {
+            "dq": sum_to(scale**power * n @ all_k**power, own_q.shape),
+            "dk": sum_heads(
+                scale**power * n.swapaxes(-1, -2) @ own_q**power, all_k.shape, own_k.shape
+            ),
+            "dv": sum_heads(weights.swapaxes(-1, -2) @ rise**power, all_v.shape, own_v.shape),
+        }
+        if bias is not None:
+            sums["dbias"] = sum_to(n, np.shape(bias))
         if sinks is not None:
-            with np.errstate(all="ignore"):
-                share = np.exp(np.asarray(sinks).astype(np.float64)[..., None] - lse)
-            share = np.where(lse > -np.inf, np.nan_to_num(share) + tiny, 0) * u
-            of_sinks = summed((share * largest).sum(axis=-1), np.shape(sinks))
-        return _Sizes(
-            dq=summed(scale * n @ all_k, own_q.shape),
-            dk=summed_heads(scale * n.swapaxes(-1, -2) @ own_q, all_k, own_k),
-            dv=summed_heads(weights.swapaxes(-1, -2) @ rise, all_v, own_v),
-            dbias=None if bias is None else summed(n, np.shape(bias)),
-            dsinks=of_sinks,
-            moderate=bool(_finite_max(scores, axis=None) <= 30),
-        )
+            sums["dsinks"] = sum_to(of_sinks, np.shape(sinks))
+        return {name: (x ** (1 / power)).astype(np.float64) for name, x in sums.items()}
 
     reach = np.maximum(_finite_max(scores), _magnitude(lse))
-    return sizes(np.ones_like(lse)), sizes(4 * eps + 4 * eps_acc * (1 + reach))
+    ones = np.ones_like(lse)
+    return _GradientSizes(
+        plain=sizes(ones),
+        weighted=sizes(4 * eps + 4 * eps_acc * (1 + reach)),
+        quadrature=sizes(ones, power=2),
+        moderate=bool(_finite_max(scores, axis=None) <= 30),
+    )
 
 
 def _magnitude(x: ArrayLike) -> Floats:
