@@ -86,11 +86,12 @@ def attention_vjp(
             uses[key] = uses.get(key, 0) + 1
     shared = {key for key, count in uses.items() if count > 1}
     run([partial(lane.run, shared) for lane in lanes])
-    for lane in lanes:
-        lane.add_partial_sums()
-    for name, total in sums.items():
-        if total is not getattr(grads, name):
-            np.copyto(getattr(grads, name), total, casting="same_kind")
+    with np.errstate(all="ignore"):  # sums of infinities, and what 16 bits do not hold
+        for lane in lanes:
+            lane.add_partial_sums()
+        for name, total in sums.items():
+            if total is not getattr(grads, name):
+                np.copyto(getattr(grads, name), total, casting="same_kind")
 
 
 def _zeros(gradient: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -137,3 +137,13 @@ def test_one_array_for_all_operands() -> None:
     copies = differentiate(x.copy(), x.copy(), x.copy(), x.copy(), scale=1.5)
     for a, b in zip(differentiate(x, x, x, x, scale=1.5)[:3], copies[:3], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_sums_that_overflow_do_so_in_silence() -> None:
+    q, k, v = (normal(2, 4, 3, seed=seed, dtype=np.float16) for seed in range(3))
+    dout = np.full((2, 4, 3), 60000, np.float16)
+    grads = differentiate(dout, q, k, v[0])
+    assert np.isinf(grads.dv).any()
+    dout = np.where(np.arange(2)[:, None, None] == 0, np.inf, -np.inf) * np.ones((2, 4, 3))
+    grads = differentiate(dout.astype(np.float16), q, k, v[0])
+    assert np.isnan(grads.dv).all()
