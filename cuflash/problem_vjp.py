@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from .problem import (
     head_axes,
     joined,
     require_output,
+    require_same,
     split_heads,
 )
 
@@ -72,6 +73,15 @@ class AttentionVjpProblem:
     grads: AttentionGrads
     deterministic: bool
     method: str
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Hash once what plans are kept under."""
+        values = self.forward, self.results, self.grads, self.deterministic, self.method
+        object.__setattr__(self, "_hash", hash(values))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def of(
@@ -96,13 +106,15 @@ class AttentionVjpProblem:
         """
         if not isinstance(method, str):
             raise TypeError(f"method must be a string, got {type(method).__name__}")
-        heads = _heads(forward, enable_gqa)
-        return cls(
-            forward=forward,
-            results=AttentionResults(**_result_specs(forward, results, heads)),
-            grads=AttentionGrads(**_gradient_specs(forward, operands, grads, heads)),
-            deterministic=flag("deterministic", deterministic),
-            method=method,
+        # This is on the way of every call.
+        return _vjp_problem(
+            forward,
+            _heads(forward, enable_gqa),
+            tuple(map(_layout, operands)),
+            tuple(map(_layout, results)),
+            tuple(map(_layout, grads)),
+            flag("deterministic", deterministic),
+            method,
         )
 
     @classmethod
@@ -133,6 +145,39 @@ class AttentionVjpProblem:
         )
 
 
+_Layouts: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...], np.dtype] | None, ...]
+
+
+def _layout(x: Any) -> Any:
+    """Describe an array as a bare tuple, which makes a cheap key; nothing else has a gradient."""
+    return None if x is None or not hasattr(x, "strides") else (x.shape, x.strides, x.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _vjp_problem(
+    forward: AttentionProblem,
+    heads: tuple[int, int] | None,
+    operands: _Layouts,
+    results: _Layouts,
+    grads: _Layouts,
+    deterministic: bool,
+    method: str,
+) -> AttentionVjpProblem:
+    """Do the part of `AttentionVjpProblem.of` that depends on descriptions, once for each."""
+
+    def specs(layouts: _Layouts) -> list[ArraySpec | None]:
+        return [None if x is None else ArraySpec(*x) for x in layouts]
+
+    given = AttentionArrays(*specs(operands))
+    return AttentionVjpProblem(
+        forward=forward,
+        results=_result_specs(forward, AttentionResults(*specs(results)), heads),
+        grads=_gradient_specs(forward, given, AttentionGrads(*specs(grads)), heads),
+        deterministic=deterministic,
+        method=method,
+    )
+
+
 def _heads(forward: AttentionProblem, enable_gqa: object) -> tuple[int, int] | None:
     """Return (key heads, query heads for each) if one head axis was split into these."""
     if not flag("enable_gqa", enable_gqa):
@@ -146,21 +191,19 @@ def _contiguous(shape: tuple[int, ...], dtype: np.dtype) -> ArraySpec:
 
 def _result_specs(
     forward: AttentionProblem, results: AttentionResults, heads: tuple[int, int] | None
-) -> Mapping[str, ArraySpec]:
+) -> AttentionResults:
     """Describe cotangents and results, or raise naming the one that does not fit."""
     acc = accumulator(forward.dtype)
-    rows = [forward.dtype] if forward.dtype.itemsize > 2 else [forward.dtype, acc]
-    specs = {name: ArraySpec.of(x) for name, x in results._asdict().items() if x is not None}
-    for name, spec in specs.items():
-        full, axis, dtypes = (
-            (forward.lse_shape, -3, [acc])
-            if name in ("lse", "dlse")
-            else (forward.out_shape, -4, rows)
-        )
+    of_rows = forward.out_shape, -4, [forward.dtype, acc][: 1 + (forward.dtype.itemsize == 2)]
+    of_logs = forward.lse_shape, -3, [acc]
+    specs: dict[str, ArraySpec] = {}
+    for name, spec in results._asdict().items():
+        if spec is None:
+            continue
+        full, axis, dtypes = of_rows if name in ("dout", "out") else of_logs
         require_output(name, spec, joined(full, axis, heads), dtypes)
-        if heads is not None:
-            specs[name] = split_heads(spec, axis + 1, heads)
-    return specs
+        specs[name] = spec if heads is None else split_heads(spec, axis + 1, heads)
+    return AttentionResults(**specs)
 
 
 def _gradient_specs(
@@ -168,30 +211,21 @@ def _gradient_specs(
     operands: AttentionArrays,
     grads: AttentionGrads,
     heads: tuple[int, int] | None,
-) -> Mapping[str, ArraySpec]:
+) -> AttentionGrads:
     """Describe the gradients to fill, or raise naming the one that does not fit its operand."""
     specs: dict[str, ArraySpec] = {}
     for name, operand in OPERAND_OF.items():
-        gradient, x = getattr(grads, name), getattr(operands, operand)
-        if gradient is None:
+        spec, x = getattr(grads, name), getattr(operands, operand)
+        if spec is None:
             continue
         if x is None:
             raise ValueError(f"{name} was given but {operand} was not; there is no such gradient")
-        spec, full = ArraySpec.of(gradient), getattr(forward, operand).shape
-        if spec.shape != tuple(x.shape):
-            raise ValueError(
-                f"{name} has shape {spec.shape} but {operand} has {tuple(x.shape)}; "
-                f"they must be equal"
-            )
-        if spec.dtype != x.dtype:
-            raise TypeError(
-                f"{name} has dtype {spec.dtype} but {operand} has {np.dtype(x.dtype)}; "
-                f"they must be equal"
-            )
+        for what in ("shape", "dtype"):
+            require_same(name, getattr(spec, what), operand, getattr(x, what), what)
         if heads is not None:
             axis, sizes = head_axes(operands, heads)[operand]
             if len(spec.shape) >= -axis:
                 size = spec.shape[len(spec.shape) + axis]
                 spec = split_heads(spec, axis, (1, 1) if size == 1 else sizes)
-        specs[name] = spec.broadcast_to(full, name)
-    return specs
+        specs[name] = spec.broadcast_to(getattr(forward, operand).shape, name)
+    return AttentionGrads(**specs)
