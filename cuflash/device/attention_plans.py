@@ -42,16 +42,18 @@ from .compiler import KernelName, Launch
 from .executor import DeviceLimits
 from .parameters import (
     ATTENTION_PARAMETERS,
-    BATCH_AXES,
     COMBINE_EVEN,
     COMBINE_LISTED,
     FLOAT_TYPES,
-    INTEGER_TYPES,
-    UNLIMITED,
     BatchPlan,
     Slots,
     as_words,
+    batch_plan,
+    moduli,
+    slot_members,
+    with_sequences,
     write_array,
+    write_problem,
 )
 from .plans import C_TYPES
 
@@ -193,10 +195,10 @@ def simt_tile(problem: AttentionProblem, limits: DeviceLimits) -> SimtTile:
 
 
 Tile = SimtTile | MmaTile | WgmmaTile
-_SCORES = ("PlainScore", "RangedScore", "FullScore")
+SCORES = ("PlainScore", "RangedScore", "FullScore")
 
 
-def _score(problem: AttentionProblem) -> str:
+def score_pipeline(problem: AttentionProblem) -> str:
     """Return the score pipeline that has what the problem asks for, and little else."""
     pairwise = (problem.softcap, problem.bias, problem.alibi_slopes, problem.mask)
     bounds = (problem.left, problem.right, problem.key_lengths, problem.query_lengths)
@@ -220,7 +222,7 @@ def _combine(kernel: str) -> KernelName:
 def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     """Yield every kernel that a plan for q, k, v of this dtype, or a merge of them, can launch."""
     acc = accumulator(dtype)
-    for choice, score in product(SIMT_TILES, _SCORES):
+    for choice, score in product(SIMT_TILES, SCORES):
         if choice.accumulator == acc.name:
             yield _forward_simt(dtype, score, choice.tile)
     yield from mma_kernels(dtype)
@@ -232,7 +234,9 @@ def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
 
 def attention_methods(problem: AttentionProblem, limits: DeviceLimits) -> tuple[str, ...]:
     """Return the kernel families that can run a problem on a device, the fastest first."""
-    hopper = wgmma_runs(problem, limits) and wgmma_score(problem, _score(problem)) is not None
+    hopper = (
+        wgmma_runs(problem, limits) and wgmma_score(problem, score_pipeline(problem)) is not None
+    )
     return ("wgmma",) * hopper + ("mma",) * mma_runs(problem, limits) + ("simt",)
 
 
@@ -250,7 +254,7 @@ class _Forward(NamedTuple):
 @lru_cache(maxsize=4096)
 def _forward(problem: AttentionProblem, limits: DeviceLimits) -> _Forward:
     """Choose family, tile and kernel."""
-    method, score = problem.method, _score(problem)
+    method, score = problem.method, score_pipeline(problem)
     if method == "auto":
         method = attention_methods(problem, limits)[0]
     if method == "wgmma":
@@ -306,18 +310,7 @@ _OPERANDS = (
     "query_offset", "query_lengths", "key_lengths", "cu_seqlens_q", "cu_seqlens_k", "out", "lse",
 )  # fmt: skip
 _RESULTS = _OPERANDS.index("out")
-#: Where the parameter block describes them, if not under their names.
-_MEMBERS = {name: f"score.{name}" for name in _OPERANDS[3:10]} | {
-    "cu_seqlens_q": "sequences.queries",
-    "cu_seqlens_k": "sequences.keys",
-}
-#: Of packed sequences: what is one for each of them and none of the batch's.
-_OF_SEQUENCES = ("query_offset", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
-_MATRIX_AXES = {"q": 2, "k": 2, "v": 2, "mask": 2, "bias": 2, "out": 2, "lse": 1}
-_INTEGER_OPTIONS = ("query_offset", "query_lengths", "key_lengths")
-_SLOT_MEMBERS = [f"{_MEMBERS.get(name, name)}.data" for name in _OPERANDS] + [
-    f"score.{name}.value" for name in _INTEGER_OPTIONS
-]
+_SLOT_MEMBERS = slot_members(_OPERANDS)
 _FORWARD_SLOTS = Slots(ATTENTION_PARAMETERS, _SLOT_MEMBERS)
 _WGMMA_SLOTS = Slots(WGMMA_PARAMETERS, [f"attention.{member}" for member in _SLOT_MEMBERS])
 _MAPPED = tuple(_OPERANDS.index(name) for name in ("q", "k", "v", "out"))
@@ -454,12 +447,10 @@ def plan_attention(
     specs = tuple(named.values())
     blocks_per_entry = max(1, row_tiles * column_tiles * splits)
     most_entries = max(1, limits.blocks // blocks_per_entry)
-    batch = _batch_plan(problem, named, most_entries)
+    batch = batch_plan(problem, named, most_entries)
     rows = batch.entries * problem.tq
 
-    axes = batch
-    if problem.sequences is not None:
-        axes = batch.with_outermost([_sequence_step(name, named[name]) for name in named])
+    axes = with_sequences(batch, problem, named)
     maps = None
     if isinstance(tile, WgmmaTile):
         mapped_out = out if out_has_map(problem, out, splits) else None
@@ -475,30 +466,11 @@ def plan_attention(
     else:
         block = ATTENTION_PARAMETERS.zeros()
         fields = block[0]
-    score = fields["score"]
-    if problem.sequences is not None:
-        fields["sequences"]["count"] = problem.sequences
-    axes.write(fields["batch"])
     fields["grid"]["row_tiles"] = row_tiles
     fields["grid"]["column_tiles"] = column_tiles
     fields["grid"]["splits"] = splits
-    for (name, spec), strides in zip(named.items(), axes.strides, strict=True):
-        if spec is not None:
-            member = fields
-            for part in _MEMBERS.get(name, name).split("."):
-                member = member[part]
-            if name in ("cu_seqlens_q", "cu_seqlens_k"):
-                member["stride"] = spec.strides[0] // spec.dtype.itemsize
-                member["type"] = INTEGER_TYPES.index(spec.dtype.name)
-            else:
-                write_array(member, spec, strides, _MATRIX_AXES.get(name, 0))
-    fields["features"], fields["values"] = problem.d, problem.dv
+    write_problem(fields, problem, named, axes)
     fields["out_is_wide"] = splits > 1 or out.dtype != problem.dtype
-    score["queries"], score["keys"] = problem.tq, problem.tk
-    for name, side in (("left", problem.left), ("right", problem.right)):
-        score[name] = UNLIMITED if side is None else min(side, UNLIMITED)
-    score["scale"], score["softcap"] = problem.scale, problem.softcap or 0
-    score["default_offset"] = problem.query_offset is None
 
     combine_block = None
     if splits > 1:
@@ -540,37 +512,8 @@ def plan_attention(
         _defaults=(0, problem.tq, problem.tk),
         _lse_start=splits * rows * problem.dv * acc.itemsize,
         _maps=maps,
-        _moduli=_moduli(specs),
+        _moduli=moduli(specs),
     )
-
-
-def _batch_plan(
-    problem: AttentionProblem, named: dict[str, ArraySpec | None], most_entries: int
-) -> BatchPlan:
-    """Plan the batch axes of the operands; those of sequences have none."""
-    if problem.sequences is None:
-        return BatchPlan.of(problem.batch_shape, tuple(named.values()), most_entries)
-    specs = [None if name in _OF_SEQUENCES else spec for name, spec in named.items()]
-    return BatchPlan.of(problem.batch_shape, specs, most_entries, BATCH_AXES - 1)
-
-
-def _sequence_step(name: str, spec: ArraySpec | None) -> int:
-    """Return the elements from one sequence's entry to the next one's."""
-    of_each = name in ("query_offset", "key_lengths")
-    return spec.strides[0] // spec.dtype.itemsize if of_each and spec is not None else 0
-
-
-def _moduli(specs: Sequence[ArraySpec | None]) -> tuple[int, ...]:
-    """Return what each operand's address must be a multiple of; () if strides forbid any."""
-    read = [None if spec is None or 0 in spec.shape else spec for spec in specs]
-    for spec in read:
-        if spec is not None and any(
-            stride % spec.dtype.itemsize
-            for size, stride in zip(spec.shape, spec.strides, strict=True)
-            if size > 1
-        ):
-            return ()
-    return tuple(1 if spec is None else spec.dtype.itemsize for spec in read)
 
 
 def _held_chunks(problem: AttentionProblem, tile: SimtTile, limits: DeviceLimits) -> int:

@@ -15,6 +15,9 @@ import cuflash
 from cuflash import engine, host
 from cuflash.device.attention import compute, respecified
 from cuflash.device.attention_plans import attention_methods, workspace_bytes
+from cuflash.device.attention_vjp import compute as compute_vjp
+from cuflash.device.attention_vjp import with_copies
+from cuflash.device.attention_vjp_plans import vjp_workspace_bytes
 from cuflash.device.online import merge
 from cuflash.problem import AttentionArrays, AttentionProblem
 from cuflash.testing.bounds import assert_attention_close, expect_attention
@@ -46,6 +49,28 @@ class HostCudaAttention:
         )
         problem = respecified(problem, arrays, sources)
         assert compute(problem, sources, out, lse, workspace, self.executor)
+
+    def attention_vjp_methods(self, problem):
+        return ("simt",)
+
+    def attention_vjp_workspace(self, problem):
+        return vjp_workspace_bytes(problem.forward)
+
+    def attention_vjp(self, problem, arrays, results, grads, workspace):
+        sources, read, written = (
+            type(given)(
+                *(
+                    np.require(x, requirements="A") if isinstance(x, np.ndarray) else x
+                    for x in given
+                )
+            )
+            for given in (arrays, results, grads)
+        )
+        problem = with_copies(problem, (arrays, sources), read, written)
+        assert compute_vjp(problem, sources, read, written, workspace, self.executor)
+        for source, target in zip(written, grads, strict=True):
+            if source is not target:
+                target[...] = source
 
     def merge_attention(self, parts, out, lse):
         merge(parts, (out, lse), self.executor)
