@@ -4,7 +4,7 @@ from .attention import attention, attention_methods, attention_workspace
 from .attention_vjp import attention_vjp, attention_vjp_methods, attention_vjp_workspace
 from .baselines import materialized_attention
 from .memory import device_of, empty
-from .online import merge_attention, merge_softmax
+from .online import merge_attention, merge_attention_vjp, merge_softmax
 from .softmax import softmax
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "empty",
     "materialized_attention",
     "merge_attention",
+    "merge_attention_vjp",
     "merge_softmax",
     "softmax",
 ]

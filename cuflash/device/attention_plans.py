@@ -43,7 +43,6 @@ from .executor import DeviceLimits
 from .parameters import (
     ATTENTION_PARAMETERS,
     COMBINE_EVEN,
-    COMBINE_LISTED,
     FLOAT_TYPES,
     BatchPlan,
     Slots,
@@ -229,7 +228,8 @@ def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     yield from wgmma_kernels(dtype)
     for parts in ("ListedParts", "EvenParts"):
         yield _combine(f"combine<{C_TYPES[acc.name]}, cuflash::{parts}>")
-    yield _combine(f"combine_states<{C_TYPES[acc.name]}>")
+    for kernel in ("combine_states", "combine_vjp"):
+        yield _combine(f"{kernel}<{C_TYPES[acc.name]}>")
 
 
 def attention_methods(problem: AttentionProblem, limits: DeviceLimits) -> tuple[str, ...]:
@@ -317,7 +317,7 @@ _MAPPED = tuple(_OPERANDS.index(name) for name in ("q", "k", "v", "out"))
 _EVEN_SLOTS = Slots(COMBINE_EVEN, ["out.data", "lse.data", "parts.out.data", "parts.lse.data"])
 #: Partial results begin at a multiple of this.
 _ALIGNMENT = 16
-_WARP = 32
+WARP = 32
 #: Threads of a block that merges: enough to hide the latency of reading the parts.
 _COMBINE_THREADS = 256
 
@@ -504,8 +504,8 @@ def plan_attention(
         ),
         combine=None
         if splits == 1
-        else _combine_launch(
-            f"combine<{C_TYPES[acc.name]}, cuflash::EvenParts>", batch, problem.tq, _WARP
+        else combine_launch(
+            f"combine<{C_TYPES[acc.name]}, cuflash::EvenParts>", batch, problem.tq, WARP
         ),
         _forward_block=as_words(block),
         _combine_block=None if combine_block is None else as_words(combine_block),
@@ -556,82 +556,11 @@ def _even_block(
     return block
 
 
-def _combine_launch(kernel: str, batch: BatchPlan, rows: int, lanes: int) -> Launch:
+def combine_launch(kernel: str, batch: BatchPlan, rows: int, lanes: int) -> Launch:
     """Return the launch of a merge, `lanes` threads a row."""
-    threads = -(-min(rows * lanes, _COMBINE_THREADS) // _WARP) * _WARP
+    threads = -(-min(rows * lanes, _COMBINE_THREADS) // WARP) * WARP
     return Launch(
         _combine(kernel),
         grid=batch.entries * -(-rows // (threads // lanes)),
         block=threads,
-    )
-
-
-# ------------------------------------------------------------------------------------------ merges
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MergePlan:
-    """The launch that merges up to `LISTED_PARTS` parts; None if there is nothing to write."""
-
-    launch: Launch | None
-    batch: BatchPlan
-    itemsizes: tuple[int, ...]
-    _slots: Slots
-    _block: np.ndarray
-
-    def launches(self, pointers: Sequence[int]) -> Iterator[tuple[Launch, np.ndarray]]:
-        """Yield the kernel and its parameter block, as often as the engine loops.
-
-        `pointers` are the addresses of the two results, then of the two arrays of each part.
-        """
-        if self.launch is None:
-            return
-        for places in self.batch.places(pointers, self.itemsizes):
-            yield self.launch, self._slots.fill(self._block, places)
-
-
-@lru_cache(maxsize=4096)
-def plan_merge(
-    results: tuple[ArraySpec, ArraySpec],
-    parts: tuple[tuple[ArraySpec, ArraySpec], ...],
-    limits: DeviceLimits,
-) -> MergePlan:
-    """Plan the merge of (out, lse) pairs, or of (normalizer, maximum) pairs, into one.
-
-    The first of each pair has one axis more than the second in attention (columns), and as many in
-    a softmax state; all have the shapes of the results.
-    """
-    out, lse = results
-    acc = accumulator(lse.dtype)
-    columns = len(out.shape) > len(lse.shape)
-    flat = (out, lse, *(spec for part in parts for spec in part))
-    whole = BatchPlan.of(lse.shape, flat, limits.blocks)
-    batch, rows, row_strides = whole.without_rows()
-
-    block = COMBINE_LISTED.zeros()
-    fields = block[0]
-    batch.write(fields["batch"])
-    fields["rows"], fields["values"] = rows, out.shape[-1] if columns else 1
-    listed = fields["parts"]
-    listed["count"] = len(parts)
-    places = [fields["out"], fields["lse"]]
-    places += [listed[name][i] for i in range(len(parts)) for name in ("out", "lse")]
-    for i, (place, spec) in enumerate(zip(places, flat, strict=True)):
-        place["batch_stride"][: len(batch.sizes)] = batch.strides[i]
-        place["row_stride"] = row_strides[i]
-        if columns and i % 2 == 0:
-            place["column_stride"] = spec.strides[-1] // spec.dtype.itemsize
-        place["type"] = FLOAT_TYPES.index(spec.dtype.name)
-
-    c_type = C_TYPES[acc.name]
-    kernel = f"combine<{c_type}, cuflash::ListedParts>" if columns else f"combine_states<{c_type}>"
-    members = [f"parts.{name}[{i}].data" for i in range(len(parts)) for name in ("out", "lse")]
-    return MergePlan(
-        launch=_combine_launch(kernel, batch, rows, _WARP if columns else 1)
-        if math.prod(lse.shape)
-        else None,
-        batch=batch,
-        itemsizes=tuple(spec.dtype.itemsize for spec in flat),
-        _slots=Slots(COMBINE_LISTED, ["out.data", "lse.data", *members]),
-        _block=as_words(block),
     )

@@ -140,6 +140,18 @@ def _combine_block(parts: ParameterBlock) -> ParameterBlock:
 
 COMBINE_LISTED = _combine_block(LISTED_PARTS_BLOCK)
 COMBINE_EVEN = _combine_block(EVEN_PARTS_BLOCK)
+COMBINE_VJP = ParameterBlock(
+    "cuflash::CombineVjpParameters",
+    {
+        "batch": BATCH,
+        "rows": np.int64,
+        "values": np.int64,
+        "dout": BATCHED_ARRAY,
+        "dlse": BATCHED_ARRAY,
+        "parts": LISTED_PARTS_BLOCK,
+        "grads": LISTED_PARTS_BLOCK,
+    },
+)
 
 
 class Slots:

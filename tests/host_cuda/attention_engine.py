@@ -18,7 +18,7 @@ from cuflash.device.attention_plans import attention_methods, workspace_bytes
 from cuflash.device.attention_vjp import compute as compute_vjp
 from cuflash.device.attention_vjp import with_copies
 from cuflash.device.attention_vjp_plans import vjp_workspace_bytes
-from cuflash.device.online import merge
+from cuflash.device.online import merge, merge_vjp
 from cuflash.problem import AttentionArrays, AttentionProblem
 from cuflash.testing.bounds import assert_attention_close, expect_attention
 from tests.host_cuda.builder import Edit
@@ -74,6 +74,9 @@ class HostCudaAttention:
 
     def merge_attention(self, parts, out, lse):
         merge(parts, (out, lse), self.executor)
+
+    def merge_attention_vjp(self, cotangents, parts, grads):
+        merge_vjp(cotangents, parts, grads, self.executor)
 
     def merge_softmax(self, parts, maximum, normalizer):
         def full(x):
