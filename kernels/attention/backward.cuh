@@ -218,6 +218,8 @@ __device__ __forceinline__ void load_queries(QueryState<A> (&queries)[kCount],
         if (block.score.is_used(row)) {
             x.lse = block.lse.at(row);
             x.delta = block.delta.at(row);
+            // What has a score of +inf has none that is a number.
+            if (x.lse == infinity<A>()) x.lse = not_a_number<A>();
             // Of scores that are all -inf, none has a gradient.
             if (x.lse != -infinity<A>()) {
                 const KeyRange seen = block.score.range(row);

@@ -13,6 +13,7 @@ from cuflash.device.attention_vjp_plans import VJP_TILES, vjp_tile
 from cuflash.problem import AttentionArrays, AttentionProblem
 from cuflash.problem_vjp import AttentionGrads, AttentionResults, AttentionVjpProblem
 from cuflash.testing.bounds import assert_gradients_close, expect_gradients
+from cuflash.testing.gradient_cases import GRADIENT_CASES
 from cuflash.testing.gradients import GRADIENT_PROPERTIES
 from cuflash.testing.problems import AttentionCase
 from cuflash.testing.strategies import attention_problems, varlen_problems
@@ -55,6 +56,16 @@ def test_sequences_end_to_end(law):
         VARLEN_GRADIENT_PROPERTIES[law](call, case)
 
     holds()
+
+
+#: Of too many blocks to run one after the other.
+OTHER_CASES = {"case_27"}
+
+
+@pytest.mark.parametrize("name", sorted(set(GRADIENT_CASES) - OTHER_CASES))
+def test_case(name, monkeypatch):
+    use(monkeypatch)
+    GRADIENT_CASES[name](cuflash)
 
 
 def gradients(q, k, v, *, dout=None, given=None, **options):
@@ -246,6 +257,36 @@ def test_a_sink_alone_takes_all_of_dlse(monkeypatch):
     grads = gradients(q, k, v, dout=dout, causal=True, sinks=np.float32(0.5))
     assert np.isfinite(grads.dsinks)
     assert not grads.dq[:2].any()
+
+
+@pytest.mark.parametrize("scale", [1e30, -1e30, 1e-30, 0.0])
+def test_scales_of_any_size(scale, monkeypatch):
+    use(monkeypatch)
+    gradients(normal(0, 4, 3), normal(1, 4, 3), normal(2, 4, 3), scale=scale)
+
+
+def test_an_infinite_lse_is_nan_in_its_row(monkeypatch):
+    use(monkeypatch)
+    q, k, v, dout = (normal(seed, 5, 4) for seed in range(4))
+    out, lse = cuflash.flash_attention(q, k, v, return_lse=True)
+    lse[2] = np.inf
+    grads = cuflash.flash_attention_vjp(dout, q, k, v, out, lse)
+    assert np.isnan(grads.dq[2]).all()
+    assert np.isfinite(np.delete(grads.dq, 2, axis=0)).all()
+
+
+def test_dsinks_of_rows_past_their_length(monkeypatch):
+    """Whatever out, lse and their cotangents hold there."""
+    use(monkeypatch)
+    q, k, v, dout = (normal(seed, 2, 6, 4) for seed in range(4))
+    options = {"query_lengths": np.array([4, 6]), "sinks": np.zeros(2, np.float32)}
+    out, lse = cuflash.flash_attention(q, k, v, return_lse=True, **options)
+    clean = cuflash.flash_attention_vjp(dout, q, k, v, out, lse, **options)
+    for x in (q, dout, out, lse[..., None]):
+        x[0, 4:] = np.nan
+    grads = cuflash.flash_attention_vjp(dout, q, k, v, out, lse, **options)
+    for x, y in zip(grads, clean, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 # ----------------------------------------------------------------------------------- planted faults
