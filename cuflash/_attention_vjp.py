@@ -81,7 +81,7 @@ def flash_attention_vjp(
     workspace : uint8 array, optional
         One-dimensional scratch of at least ``workspace_size(..., backward=True)`` bytes.
     method : str
-        "auto", or "tiled" on the host.
+        "auto", or "tiled" on the host and "simt" on the device.
     scale, causal, window, query_offset, query_lengths, key_lengths, mask, bias, sinks
         As the forward was given them. The scale gets no gradient.
     alibi_slopes, softcap, enable_gqa, check
