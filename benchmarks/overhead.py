@@ -33,7 +33,7 @@ CALLS, BATCH = 2000, 100
 #: Stages of a call, in order: the function that each is, where the call looks it up.
 STAGES = {
     "attention": {
-        "enter": ("cuflash._attention", "_enter"),
+        "enter": ("cuflash._attention", "enter"),
         "problem": ("cuflash.problem", "AttentionProblem.of"),
         "outputs": ("cuflash._attention", "_check_outputs"),
         "allocate": ("cuflash.device", "empty"),

@@ -2,23 +2,35 @@
 
 from . import analysis, baselines, reference
 from ._attention import flash_attention, workspace_size
-from ._online import SoftmaxState, merge_attention, merge_softmax, softmax_state
+from ._attention_vjp import flash_attention_varlen_vjp, flash_attention_vjp
+from ._online import (
+    SoftmaxState,
+    merge_attention,
+    merge_attention_vjp,
+    merge_softmax,
+    softmax_state,
+)
 from ._softmax import log_softmax, log_softmax_vjp, logsumexp, logsumexp_vjp, softmax, softmax_vjp
 from ._varlen import flash_attention_varlen
 from ._version import __version__
+from .problem_vjp import AttentionGrads
 
 __all__ = [
+    "AttentionGrads",
     "SoftmaxState",
     "__version__",
     "analysis",
     "baselines",
     "flash_attention",
     "flash_attention_varlen",
+    "flash_attention_varlen_vjp",
+    "flash_attention_vjp",
     "log_softmax",
     "log_softmax_vjp",
     "logsumexp",
     "logsumexp_vjp",
     "merge_attention",
+    "merge_attention_vjp",
     "merge_softmax",
     "reference",
     "softmax",

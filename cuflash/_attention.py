@@ -19,8 +19,10 @@ from .problem import (
     accumulator,
     check_lengths,
     head_axes,
+    joined,
     require_output,
 )
+from .problem_vjp import AttentionVjpProblem
 
 #: Of the ends of sequences where only their description matters.
 _ENDS = np.dtype(np.int32)
@@ -206,7 +208,8 @@ def workspace_size(
     q, k, v : array or description
         As in `flash_attention`.
     backward : bool
-        Ask for the gradients' call instead of the forward.
+        Ask for the call of the gradients, all of them, instead of the forward. The same for
+        deterministic ones or others; `num_splits` has no meaning there.
     varlen : bool
         q, k and v hold sequences end to end, as `flash_attention_varlen` takes them.
     scale, causal, window, query_offset, query_lengths, key_lengths, mask, bias, alibi_slopes, \
@@ -224,7 +227,6 @@ softcap, sinks, enable_gqa, num_splits, method
     TypeError, ValueError
         As `flash_attention`.
     """
-    flag("backward", backward)
     given = AttentionArrays(
         q, k, v, mask, bias, alibi_slopes, sinks, query_offset, query_lengths, key_lengths
     )
@@ -235,18 +237,28 @@ softcap, sinks, enable_gqa, num_splits, method
         given = given._replace(cu_seqlens_q=ends, cu_seqlens_k=ends)
     operands, array_options, values = _by_role(given)
     engine_name, described = interop.describe(operands, options=array_options, values=values)
+    core, arrays = engine.load(engine_name), AttentionArrays(**described)
+    differentiated = flag("backward", backward)
     problem = AttentionProblem.of(
-        AttentionArrays(**described),
+        arrays,
         enable_gqa=enable_gqa,
         scale=scale,
         causal=causal,
         window=window,
         softcap=softcap,
-        num_splits=num_splits,
-        method=method,
+        num_splits=None if differentiated else num_splits,
+        method="auto" if differentiated else method,
     )
-    core = engine.load(engine_name)
-    _check_method(problem, core, engine_name)
+    if differentiated:
+        problems = [
+            AttentionVjpProblem.of_all(
+                problem, arrays, enable_gqa=enable_gqa, deterministic=fixed, method=method
+            )
+            for fixed in (False, True)
+        ]
+        check_method(problems[0].method, core.attention_vjp_methods(problems[0]), engine_name)
+        return max(map(core.attention_vjp_workspace, problems))
+    check_method(problem.method, core.attention_methods(problem), engine_name)
     return core.attention_workspace(problem)
 
 
@@ -273,20 +285,32 @@ def open_call(
     **options: Any,
 ) -> AttentionCall:
     """Recognise and validate the arguments of an attention call; outputs may be None."""
-    home, arrays, outputs = _enter(given, outputs_given)
+    home, arrays, outputs, _ = enter(given, outputs_given)
     core = engine.load(home.engine)
     problem = AttentionProblem.of(arrays, enable_gqa=enable_gqa, **options)
     heads = (problem.batch_shape[-2], problem.batch_shape[-1]) if enable_gqa else None
     if problem.method != "auto":
         with core.device_of(arrays.q):
-            _check_method(problem, core, home.engine)
+            check_method(problem.method, core.attention_methods(problem), home.engine)
     if outputs:
         _check_outputs(problem, outputs, arrays, heads)
     if heads is not None:
-        arrays = _group_heads(arrays, heads)
         for name, axis in (("out", -3), ("lse", -2)):
             if name in outputs:
-                outputs[name] = _split_axis(outputs[name], axis, heads)
+                outputs[name] = split_axis(outputs[name], axis, heads)
+    arrays = ready(problem, arrays, heads, check)
+    return AttentionCall(home, core, problem, arrays, outputs, heads, arrays.q.strides)
+
+
+def ready(
+    problem: AttentionProblem,
+    arrays: AttentionArrays,
+    heads: tuple[int, int] | None,
+    check: object,
+) -> AttentionArrays:
+    """Check the values of lengths and ends, and return the arrays as an engine takes them."""
+    if heads is not None:
+        arrays = _group_heads(arrays, heads)
     if flag("check", check):
         for name, limit in (("query_lengths", problem.tq), ("key_lengths", problem.tk)):
             lengths = getattr(arrays, name)
@@ -296,7 +320,7 @@ def open_call(
         check_sequences(problem, arrays, wait=bool(check))
         if not problem.sequences:  # there is no element to read
             arrays = arrays._replace(query_offset=None, key_lengths=None)
-    return AttentionCall(home, core, problem, arrays, outputs, heads, arrays.q.strides)
+    return arrays
 
 
 def complete(call: AttentionCall, return_lse: object, out: Any, lse: Any) -> Any:
@@ -306,9 +330,7 @@ def complete(call: AttentionCall, return_lse: object, out: Any, lse: Any) -> Any
     result, result_lse = outputs.get("out"), outputs.get("lse")
     with core.device_of(arrays.q):
         if "workspace" in outputs:
-            have, need = outputs["workspace"].nbytes, core.attention_workspace(problem)
-            if have < need:
-                raise ValueError(f"workspace has {have} bytes; this problem needs {need}")
+            require_workspace(outputs["workspace"], core.attention_workspace(problem))
         if result is None:
             strides = _result_strides(problem, q_strides)
             result = core.empty(problem.out_shape, problem.dtype, strides)
@@ -320,19 +342,29 @@ def complete(call: AttentionCall, return_lse: object, out: Any, lse: Any) -> Any
     return (result, home.restore(join_heads(result_lse, -3, heads), lse)) if return_lse else result
 
 
-def _enter(
-    given: AttentionArrays, outputs_given: dict[str, Any]
-) -> tuple[interop.Home, AttentionArrays, dict[str, Any]]:
-    """Recognise the arrays of a call and those outputs that are given."""
+def enter(
+    given: AttentionArrays,
+    outputs_given: dict[str, Any],
+    results: dict[str, Any] | None = None,
+) -> tuple[interop.Home, AttentionArrays, dict[str, Any], dict[str, Any]]:
+    """Recognise the arrays of a call, and those outputs that are given.
+
+    `results` are what a backward reads besides the operands, without those that are None and may
+    be. Return where all live, the operands, the outputs and the results.
+    """
+    results = results or {}
     outputs = {name: x for name, x in outputs_given.items() if x is not None}
     options = [x for x in given[3:] if x is not None and type(x) is not int]
-    home = interop.cupy_home(*given[:3], *options, *outputs.values())
+    home = interop.cupy_home(*given[:3], *results.values(), *options, *outputs.values())
     if home is not None:
-        return home, given, outputs
+        return home, given, outputs, results
     operands, array_options, values = _by_role(given)
-    home, native = interop.enter(operands, options=array_options, values=values, outputs=outputs)
+    home, native = interop.enter(
+        operands | results, options=array_options, values=values, outputs=outputs
+    )
     arrays = AttentionArrays._make(map(native.get, AttentionArrays._fields))
-    return home, arrays, {name: native[name] for name in outputs}
+    outputs, results = ({name: native[name] for name in part} for part in (outputs, results))
+    return home, arrays, outputs, results
 
 
 def _by_role(given: AttentionArrays) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -349,12 +381,11 @@ def _by_role(given: AttentionArrays) -> tuple[dict[str, Any], dict[str, Any], di
     return operands, options, values
 
 
-def _check_method(problem: AttentionProblem, core: engine.Engine, engine_name: str) -> None:
-    """Raise unless the engine can run this problem by its method."""
-    if problem.method != "auto":
+def check_method(method: str, possible: Sequence[str], engine_name: str) -> None:
+    """Raise unless the engine can run a problem, whose possible methods these are, by `method`."""
+    if method != "auto":
         known = [name for names in engine.ATTENTION_METHODS.values() for name in names]
-        possible = core.attention_methods(problem)
-        choose_method(problem.method, possible, known, f"on the {engine_name}")
+        choose_method(method, possible, known, f"on the {engine_name}")
 
 
 def _check_outputs(
@@ -370,17 +401,17 @@ def _check_outputs(
     acc = accumulator(problem.dtype)
     out_dtypes = [problem.dtype] if problem.dtype.itemsize > 2 else [problem.dtype, acc]
     for name, shape, dtypes in (
-        ("out", _joined(problem.out_shape, -4, heads), out_dtypes),
-        ("lse", _joined(problem.lse_shape, -3, heads), [acc]),
+        ("out", joined(problem.out_shape, -4, heads), out_dtypes),
+        ("lse", joined(problem.lse_shape, -3, heads), [acc]),
     ):
         if name in outputs:
             require_output(name, ArraySpec.of(outputs[name]), shape, dtypes)
     if "workspace" in outputs:
-        _check_workspace(ArraySpec.of(outputs["workspace"]))
+        check_workspace(ArraySpec.of(outputs["workspace"]))
     interop.refuse_overlap(outputs, arrays._asdict())
 
 
-def _check_workspace(spec: ArraySpec) -> None:
+def check_workspace(spec: ArraySpec) -> None:
     """Raise unless an array is bytes end to end."""
     # Strides of axes without a second element are whatever its library likes.
     if len(spec.shape) != 1 or (spec.shape[0] > 1 and spec.strides != (spec.dtype.itemsize,)):
@@ -392,6 +423,12 @@ def _check_workspace(spec: ArraySpec) -> None:
         raise TypeError(f"workspace has dtype {spec.dtype}; an array of uint8 is needed")
 
 
+def require_workspace(workspace: Any, need: int) -> None:
+    """Raise unless the caller's workspace has the bytes that a problem needs."""
+    if workspace.nbytes < need:
+        raise ValueError(f"workspace has {workspace.nbytes} bytes; this problem needs {need}")
+
+
 def _result_strides(problem: AttentionProblem, q_strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return strides in the order of q's axes in memory, for the allocation of the result."""
     return (0,) * (len(problem.batch_shape) + 2 - len(q_strides)) + q_strides
@@ -400,13 +437,13 @@ def _result_strides(problem: AttentionProblem, q_strides: tuple[int, ...]) -> tu
 def _group_heads(arrays: AttentionArrays, heads: tuple[int, int]) -> AttentionArrays:
     """View the head axes of arrays that `enable_gqa` speaks of as two, as the problem has them."""
     views = {
-        name: _split_axis(getattr(arrays, name), axis, sizes)
+        name: split_axis(getattr(arrays, name), axis, sizes)
         for name, (axis, sizes) in head_axes(arrays, heads).items()
     }
     return arrays._replace(**views)
 
 
-def _split_axis(x: Any, axis: int, heads: tuple[int, int]) -> Any:
+def split_axis(x: Any, axis: int, heads: tuple[int, int]) -> Any:
     """View the axis of the heads as two; what broadcasts along it still does."""
     if x is None or not hasattr(x, "shape") or len(x.shape) < -axis:
         return x
@@ -414,14 +451,6 @@ def _split_axis(x: Any, axis: int, heads: tuple[int, int]) -> Any:
     return x.reshape(*x.shape[:at], *((1, 1) if x.shape[at] == 1 else heads), *x.shape[at + 1 :])
 
 
-def _joined(shape: tuple[int, ...], axis: int, heads: tuple[int, int] | None) -> tuple[int, ...]:
-    """Return the shape with the two head axes, of which `axis` is the first, as one."""
-    if heads is None:
-        return shape
-    at = len(shape) + axis
-    return (*shape[:at], heads[0] * heads[1], *shape[at + 2 :])
-
-
 def join_heads(x: Any, axis: int, heads: tuple[int, int] | None) -> Any:
     """Undo on a result what `enable_gqa` did to the operands: one head axis again, by a view."""
-    return x if x is None or heads is None else x.reshape(_joined(x.shape, axis, heads))
+    return x if x is None or heads is None else x.reshape(joined(x.shape, axis, heads))

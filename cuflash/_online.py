@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import engine, interop
 from ._softmax import Axis, array_like, run
-from .problem import ArraySpec, accumulator, require_float, require_same
+from .problem import ArraySpec, accumulator, require_float, require_output, require_same
 
 
 class SoftmaxState(NamedTuple):
@@ -185,6 +186,18 @@ def merge_attention(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any
     """
     home, native = interop.enter({"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
     specs = {name: ArraySpec.of(x) for name, x in native.items()}
+    out, merged = specs["out_a"], _merged_dtype(specs)
+    core = engine.load(home.engine)
+    parts = [(native["out_a"], native["lse_a"]), (native["out_b"], native["lse_b"])]
+    with core.device_of(native["out_a"]):
+        result = core.empty(out.shape, merged, out.strides)
+        lse = core.empty(out.shape[:-1], accumulator(merged), specs["lse_a"].strides)
+        core.merge_attention(parts, result, lse)
+    return home.restore(result), home.restore(lse)
+
+
+def _merged_dtype(specs: Mapping[str, ArraySpec]) -> np.dtype:
+    """Return the dtype of the merge of two parts, or raise naming what does not fit."""
     out, other = specs["out_a"], specs["out_b"]
     if len(out.shape) < 2:
         raise ValueError(f"out_a has shape {out.shape}; the last two axes are (tokens, features)")
@@ -211,10 +224,63 @@ def merge_attention(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any
                 f"out_b has dtype {other.dtype} but out_a has {out.dtype}; they must be equal, or "
                 f"one float32 and the other float16 or bfloat16"
             )
+    return merged
+
+
+def merge_attention_vjp(
+    dout: Any, dlse: Any, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any
+) -> tuple[Any, Any, Any, Any]:
+    r"""Gradients of `merge_attention`.
+
+    With the parts' weights ``w_a = exp(lse_a - lse)`` and ``w_b = exp(lse_b - lse)``, whose sum is
+    1,
+
+    .. math:: dout_a = w_a\, dout, \qquad
+              dlse_a = w_a\, dlse + w_a w_b \sum dout \cdot (out_a - out_b)
+
+    with the sum over the features, and likewise for b.
+
+    Parameters
+    ----------
+    dout : array (..., T, Dv)
+        Cotangent of the merged out, of its shape and dtype.
+    dlse : array (..., T) or None
+        Cotangent of the merged lse, of its dtype; None is zero.
+    out_a, lse_a, out_b, lse_b : array
+        What `merge_attention` was given.
+
+    Returns
+    -------
+    dout_a, dlse_a, dout_b, dlse_b : array
+        Each of its operand's shape and dtype. A part whose lse is -inf has gradients 0, whatever
+        its out holds, and those of the other part are dout and dlse.
+
+    Raises
+    ------
+    TypeError
+        Libraries that differ, dtypes that do not fit.
+    ValueError
+        Shapes that do not fit.
+
+    References
+    ----------
+    .. [1] T. Dao, D. Haziza, F. Massa and G. Sizov, "Flash-Decoding for long-context inference",
+       2023: the merge; its gradient is that of a softmax over two parts.
+    """
+    home, native = interop.enter(
+        {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b, "dout": dout},
+        options={"dlse": dlse},
+    )
+    specs = {name: ArraySpec.of(x) for name, x in native.items() if x is not None}
+    merged = _merged_dtype(specs)
+    shape = specs["out_a"].shape
+    require_output("dout", specs["dout"], shape, [merged])
+    if "dlse" in specs:
+        require_output("dlse", specs["dlse"], shape[:-1], [accumulator(merged)])
     core = engine.load(home.engine)
     parts = [(native["out_a"], native["lse_a"]), (native["out_b"], native["lse_b"])]
     with core.device_of(native["out_a"]):
-        result = core.empty(out.shape, merged, out.strides)
-        lse = core.empty(out.shape[:-1], accumulator(merged), specs["lse_a"].strides)
-        core.merge_attention(parts, result, lse)
-    return home.restore(result), home.restore(lse)
+        grads = [tuple(core.empty(x.shape, x.dtype, x.strides) for x in part) for part in parts]
+        core.merge_attention_vjp((native["dout"], native["dlse"]), parts, grads)
+    (dout_a, dlse_a), (dout_b, dlse_b) = [tuple(map(home.restore, pair)) for pair in grads]
+    return dout_a, dlse_a, dout_b, dlse_b

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from .problem import AttentionArrays, AttentionProblem, SoftmaxProblem
+from .problem_vjp import AttentionGrads, AttentionResults, AttentionVjpProblem
 
 #: What each engine can run besides "auto".
 ATTENTION_METHODS = {"host": ("tiled",), "device": ("simt", "mma", "wgmma")}
@@ -46,6 +47,41 @@ class Engine(Protocol):
         self, problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any, workspace: Any
     ) -> None:
         """Fill `out` and, unless None, `lse`."""
+
+    def attention_vjp_methods(self, problem: AttentionVjpProblem) -> Sequence[str]:
+        """Return the methods, besides "auto", that can run this problem here."""
+
+    def attention_vjp_workspace(self, problem: AttentionVjpProblem) -> int:
+        """Return the bytes of workspace that `attention_vjp` needs for this problem.
+
+        They do not depend on `problem.results` and, where sequences lie end to end, not on how
+        many these are; fewer gradients never need more.
+        """
+
+    def attention_vjp(
+        self,
+        problem: AttentionVjpProblem,
+        arrays: AttentionArrays,
+        results: AttentionResults,
+        grads: AttentionGrads,
+        workspace: Any,
+    ) -> None:
+        """Fill every element of the gradients that are not None.
+
+        A gradient has all axes of its operand's full shape, size 1 on those along which it is to
+        be summed; its dtype is its operand's, its strides any.
+        """
+
+    def merge_attention_vjp(
+        self,
+        cotangents: tuple[Any, Any],
+        parts: Sequence[tuple[Any, Any]],
+        grads: Sequence[tuple[Any, Any]],
+    ) -> None:
+        """Fill the (dout_i, dlse_i) pairs `grads` of the two (out_i, lse_i) pairs `parts`.
+
+        `cotangents` are those of the merged out and lse, the latter None if it is zero.
+        """
 
     def materialized_attention(
         self, problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any

@@ -329,7 +329,8 @@ def _attention_problem(
     if heads is not None:  # only now: messages are about the shapes that were given
         batch = (*batch[:-1], *heads)
         for name, (axis, sizes) in head_axes(specs, heads).items():
-            members[name] = _split_heads(members[name], axis, sizes)
+            if members[name] is not None:
+                members[name] = split_heads(members[name], axis, sizes)
     for name, x in (("k", k), ("v", v)):
         members[name] = members[name].broadcast_to((*batch, tk, x.shape[-1]), name)
     return AttentionProblem(
@@ -375,15 +376,21 @@ def head_axes(
     }
 
 
-def _split_heads(spec: ArraySpec | None, axis: int, sizes: tuple[int, int]) -> ArraySpec | None:
-    """Describe the view with the head axis, which has its full size, as two axes."""
-    if spec is None:
-        return None
+def split_heads(spec: ArraySpec, axis: int, sizes: tuple[int, int]) -> ArraySpec:
+    """Describe the view with the head axis as two axes."""
     at = len(spec.shape) + axis
     shape, strides = list(spec.shape), list(spec.strides)
     shape[at : at + 1] = sizes
     strides[at : at + 1] = strides[at] * sizes[1], strides[at]
     return ArraySpec(tuple(shape), tuple(strides), spec.dtype)
+
+
+def joined(shape: tuple[int, ...], axis: int, heads: tuple[int, int] | None) -> tuple[int, ...]:
+    """Return the shape with the two head axes, of which `axis` is the first, as one."""
+    if heads is None:
+        return shape
+    at = len(shape) + axis
+    return (*shape[:at], heads[0] * heads[1], *shape[at + 2 :])
 
 
 def _sequences(specs: AttentionArrays) -> int | None:
@@ -485,11 +492,6 @@ def _positions(name: str, spec: ArraySpec | None, batch: tuple[int, ...]) -> Arr
             f"size 1 where it broadcasts"
         )
     return spec.broadcast_to(batch, name)
-
-
-def _check_host_lengths(name: str, values: Any, limit: int) -> None:
-    if isinstance(values, numbers.Real | np.ndarray):
-        check_lengths(name, values, limit)
 
 
 def check_lengths(name: str, values: Any, limit: int) -> None:

@@ -20,6 +20,7 @@ RECORDED = (
     "cuflash/jax",
     "cuflash/_options.py",
     "cuflash/problem.py",
+    "cuflash/problem_vjp.py",
     "cuflash/interop.py",
 )
 _SOURCES = (".cu", ".cuh", ".py")

@@ -20,15 +20,19 @@ ROOT = Path(__file__).resolve().parent.parent
 _NOT_COPIED = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.npz", "proposals")
 
 HOST_ATTENTION, HOST_SCORE = "cuflash/host/attention.py", "cuflash/host/score.py"
+HOST_VJP = "cuflash/host/attention_vjp.py"
 HOST_SOFTMAX, HOST_ONLINE = "cuflash/host/softmax.py", "cuflash/host/online.py"
 SIMT, SCORE = "kernels/attention/forward_simt.cu", "kernels/lib/score.cuh"
 COMBINE = "kernels/attention/combine.cu"
+PAIRS, BACKWARD = "kernels/attention/backward.cuh", "kernels/attention/backward_simt.cu"
 ROWS, ONLINE = "kernels/softmax/rows.cuh", "kernels/softmax/online.cuh"
 STATE = "kernels/lib/online_softmax.cuh"
 
 HOST_LAWS = "tests/host/test_attention_properties.py::test_small_tiles"
+HOST_VJP_LAWS = "tests/host/test_attention_vjp_properties.py::test_small_tiles"
 HOST_CASE = "tests/host/test_cases.py::test_case"
 HOST_LENGTHS = "tests/host/test_softmax.py::test_each_method_is_exact_at_every_length"
+CUDA_VJP_TILES = "tests/host_cuda/test_attention_vjp.py::test_nothing_planted"
 CUDA_LAWS = "tests/host_cuda/test_attention.py::test_property"
 CUDA_TILES = "tests/host_cuda/test_attention.py::test_nothing_planted"
 CUDA_CASE = "tests/host_cuda/test_attention.py::test_case"
@@ -123,6 +127,42 @@ MUTATIONS = [
         "[w[..., None] for w in weights]",
         "tests/host/test_attention_properties.py::test_parts_merge_to_the_whole",
     ),
+    # --------------------------------------------------------- gradients, NumPy engine
+    Mutation(
+        "the cotangent of lse left out",
+        HOST_VJP,
+        "            delta -= self.results.dlse[..., rows]\n",
+        "            pass\n",
+        f"{HOST_VJP_LAWS}[gradient_of_lse]",
+    ),
+    Mutation(
+        "the slope of the softcap left out",
+        HOST_VJP,
+        "ds *= slope",
+        "ds *= 1",
+        f"{HOST_VJP_LAWS}[finite_differences]",
+    ),
+    Mutation(
+        "the last partial sum in place of their sum",
+        HOST_VJP,
+        "total += part\n",
+        "total[...] = part\n",
+        f"{HOST_VJP_LAWS}[broadcast_equals_repeated_then_summed]",
+    ),
+    Mutation(
+        "hidden pairs multiplied by zero",
+        HOST_VJP,
+        "            return weighted_values(weights, x, seen)\n",
+        "            pass\n",
+        f"{HOST_VJP_LAWS}[unseen_nonfinite_never_leaks]",
+    ),
+    Mutation(
+        "a sink's row without a key takes its dout",
+        HOST_VJP,
+        "            delta[self._blind(rows, visible)] = 0\n",
+        "            pass\n",
+        "tests/host/test_attention_vjp.py::test_case[case_sink_alone]",
+    ),
     # --------------------------------------------------------------- its score pipeline
     Mutation(
         "mask of the first tile taken for all",
@@ -141,7 +181,7 @@ MUTATIONS = [
     Mutation(
         "softcap without its cap",
         HOST_SCORE,
-        "capped *= cap",
+        "capped *= limit",
         "capped *= 1",
         f"{HOST_CASE}[case_softcap]",
     ),
@@ -201,6 +241,44 @@ MUTATIONS = [
         "return cap * hyperbolic_tangent(s / cap);",
         "return hyperbolic_tangent(s / cap);",
         f"{CUDA_CASE}[case_softcap]",
+    ),
+    Mutation(
+        "gradient kernel: delta left out",
+        PAIRS,
+        "flow - state.delta",
+        "flow",
+        CUDA_VJP_TILES,
+    ),
+    Mutation(
+        "gradient kernel: unseen pairs have weight",
+        PAIRS,
+        "? weight : kUnseen<A>",
+        "? weight : weight",
+        CUDA_VJP_TILES,
+    ),
+    Mutation(
+        "gradient kernel: softcap without its slope",
+        SCORE,
+        "return (A(1) - t) * (A(1) + t);",
+        "return A(1);",
+        CUDA_VJP_TILES,
+    ),
+    Mutation(
+        "gradient kernel: heads of a group not summed",
+        BACKWARD,
+        """            block.enter(p, entry);
+            const EntryBounds& bounds""",
+        """            if (entry > 0) break;
+            block.enter(p, entry);
+            const EntryBounds& bounds""",
+        CUDA_VJP_TILES,
+    ),
+    Mutation(
+        "gradient kernel: NaN of unseen queries in the second turn",
+        BACKWARD,
+        "add_weighted_rows<Tile::kWeightStride, kStride, true>(sum, own, columns, depth);",
+        "add_weighted_rows<Tile::kWeightStride, kStride>(sum, own, columns, depth);",
+        CUDA_VJP_TILES,
     ),
     Mutation(
         "softmax kernel: a stack array of 4096 columns",

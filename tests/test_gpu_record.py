@@ -19,7 +19,7 @@ def test_digest_sees_every_change(tmp_path: Path) -> None:
     kernel = tmp_path / "kernels" / "lib" / "a.cuh"
     kernel.parent.mkdir(parents=True)
     (tmp_path / "cuflash").mkdir()
-    for name in ("_options.py", "problem.py", "interop.py"):
+    for name in ("_options.py", "problem.py", "problem_vjp.py", "interop.py"):
         (tmp_path / "cuflash" / name).write_text("")
     seen = set()
     for change in (

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import SoftmaxState, merge_attention, merge_softmax, reference, softmax_state
+from cuflash import (
+    SoftmaxState,
+    merge_attention,
+    merge_attention_vjp,
+    merge_softmax,
+    reference,
+    softmax_state,
+)
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 inf, nan = np.inf, np.nan
@@ -299,6 +306,96 @@ def test_outputs_need_tokens_and_features():
     x = np.zeros(3)
     with pytest.raises(ValueError, match=r"out_a has shape \(3,\); the last two axes are"):
         merge_attention(x, np.zeros(()), x, np.zeros(()))
+
+
+# ---------------------------------------------------------------- gradients of the merge
+
+
+def cotangents(rng, a, b):
+    out, lse = merge_attention(*a, *b)
+    return tuple(rng.standard_normal(x.shape).astype(x.dtype) for x in (out, lse))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [("f8", "f8"), ("f4", "f4"), ("f2", "f2"), ("f4", BFLOAT16), (BFLOAT16, "f4")]
+)
+def test_gradients_of_the_merge(a, b, rng):
+    parts = part(rng, dtype=a), part(rng, dtype=b)
+    upstream = cotangents(rng, *parts)
+    grads = merge_attention_vjp(*upstream, *parts[0], *parts[1])
+    expected = reference.merge_attention_vjp(*upstream, *parts[0], *parts[1])
+    for got, want, x in zip(grads, expected, (*parts[0], *parts[1]), strict=True):
+        assert (got.dtype, got.shape) == (x.dtype, x.shape)
+        eps = float(ml_dtypes.finfo(x.dtype).eps)
+        np.testing.assert_allclose(got.astype("f8"), want, rtol=4 * eps, atol=16 * eps)
+
+
+def test_gradients_of_the_merge_swap_with_the_parts(rng):
+    a, b = part(rng), part(rng)
+    upstream = cotangents(rng, a, b)
+    of_a_b = merge_attention_vjp(*upstream, *a, *b)
+    of_b_a = merge_attention_vjp(*upstream, *b, *a)
+    assert_same(of_b_a[2:] + of_b_a[:2], of_a_b)
+
+
+def test_the_gradients_of_lse_add_up(rng):
+    """Both parts' lse raised by one raise the merged lse by one, and change no out."""
+    a, b = part(rng, dtype="f8"), part(rng, dtype="f8")
+    upstream = cotangents(rng, a, b)
+    _, of_a, _, of_b = merge_attention_vjp(*upstream, *a, *b)
+    np.testing.assert_allclose(of_a + of_b, upstream[1], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("garbage", [0.0, nan, inf])
+def test_an_empty_part_has_gradient_zero_and_leaves_all_to_the_other(garbage, rng):
+    a = part(rng)
+    nothing = np.full_like(a[0], garbage), np.full_like(a[1], -inf)
+    dout, dlse = cotangents(rng, a, a)
+    dlse[0, 0] = -0.0
+    zeros = np.zeros_like(dout), np.zeros_like(dlse)
+    assert_same(merge_attention_vjp(dout, dlse, *a, *nothing), (dout, dlse, *zeros))
+    assert_same(merge_attention_vjp(dout, dlse, *nothing, *a), (*zeros, dout, dlse))
+    spoiled = np.full_like(dout, nan), np.full_like(dlse, nan)
+    assert_same(merge_attention_vjp(*spoiled, *nothing, *nothing), (*zeros, *zeros))
+
+
+def test_a_cotangent_of_lse_that_is_not_given_is_zero(rng):
+    a, b = part(rng), part(rng)
+    dout, dlse = cotangents(rng, a, b)
+    without = merge_attention_vjp(dout, None, *a, *b)
+    zero = merge_attention_vjp(dout, np.zeros_like(dlse), *a, *b)
+    for x, y in zip(without, zero, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_gradients_of_the_merge_of_views(rng):
+    a, b = part(rng, (3, 40, 7)), part(rng, (3, 40, 7))
+    upstream = cotangents(rng, a, b)
+    expected = merge_attention_vjp(*upstream, *a, *b)
+    views = [np.asfortranarray(x) for x in (*upstream, *a)] + [x[::-1].copy()[::-1] for x in b]
+    assert_same(merge_attention_vjp(*views), expected)
+    for shape in ((0, 4, 3), (2, 0, 3), (2, 4, 0)):
+        out, lse = np.zeros(shape, "f4"), np.ones(shape[:-1], "f4")
+        grads = merge_attention_vjp(out, lse, out, lse, out, lse)
+        np.testing.assert_allclose(grads[1], lse / 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"dout": np.zeros((2, 3, 5))}, ValueError, r"dout has shape \(2, 3, 5\), the result has"),
+        ({"dout": np.zeros((2, 3, 4), "f4")}, TypeError, "dout has dtype float32, the result is"),
+        ({"dout": None}, TypeError, "dout must be an array"),
+        ({"dlse": np.zeros((2, 3, 1))}, ValueError, r"dlse has shape \(2, 3, 1\), the result"),
+        ({"dlse": np.zeros((2, 3), "f4")}, TypeError, "dlse has dtype float32, the result is"),
+        ({"lse_b": np.zeros((2, 3), "f4")}, TypeError, "lse_b has dtype float32; out_b of dtype"),
+    ],
+)
+def test_cotangents_that_do_not_fit_the_merge(changed, error, message):
+    out, lse = np.zeros((2, 3, 4)), np.zeros((2, 3))
+    arguments = {"dout": out, "dlse": lse, "out_a": out, "lse_a": lse, "out_b": out, "lse_b": lse}
+    with pytest.raises(error, match=f"^{message}"):
+        merge_attention_vjp(**arguments | changed)
 
 
 def test_pytorch_parts_merge_to_tensors(rng):

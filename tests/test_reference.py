@@ -357,6 +357,54 @@ class TestGradients:
             )
             assert_allclose(gradient, difference, atol=1e-9, err_msg=operand)
 
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_forward_derivative_equals_differences(self, name):
+        options = dict(OPTIONS[name])
+        operands = {
+            "q": rng(0).normal(size=(2, 2, 4, 3)),
+            "k": rng(1).normal(size=(2, 1, 5, 3)),
+            "v": rng(2).normal(size=(2, 5, 2)),
+        }
+        operands |= {n: options.pop(n) for n in ("bias", "sinks") if n in options}
+        tangents = {n: rng(5 + i).normal(size=x.shape) for i, (n, x) in enumerate(operands.items())}
+        results = []
+        for step in (1e-5, -1e-5):
+            moved = {n: x.astype(np.longdouble) + step * tangents[n] for n, x in operands.items()}
+            results.append(reference.attention(**moved, **options))
+        given = {"bias": None, "sinks": None} | tangents
+        jvp = reference.attention_jvp(
+            operands["q"],
+            operands["k"],
+            operands["v"],
+            reference.ReferenceGrads(*(given[n] for n in ("q", "k", "v", "bias", "sinks"))),
+            **options,
+            **{n: operands[n] for n in ("bias", "sinks") if n in operands},
+        )
+        for derivative, high, low in zip(jvp, *results, strict=True):
+            seen = np.isfinite(high)
+            assert_allclose(derivative[seen], (high[seen] - low[seen]) / 2e-5, atol=1e-8)
+            assert_array_equal(derivative[~seen], 0)
+
+    @pytest.mark.parametrize("empty", [(), ("a",), ("b",)])
+    def test_merge_equals_finite_differences(self, empty):
+        parts = {
+            "out_a": rng(0).normal(size=(5, 3)),
+            "lse_a": rng(1).normal(size=5),
+            "out_b": rng(2).normal(size=(5, 3)),
+            "lse_b": rng(3).normal(size=5),
+        }
+        for part in empty:
+            parts[f"lse_{part}"][1:] = -np.inf
+            parts[f"out_{part}"][1:] = np.nan
+        dout, dlse = rng(4).normal(size=(5, 3)), rng(5).normal(size=5)
+        grads = reference.merge_attention_vjp(dout, dlse, **parts)
+        for (name, value), gradient in zip(parts.items(), grads, strict=True):
+
+            def forward(x, name=name):
+                return reference.merge_attention(**parts | {name: x})
+
+            assert_allclose(gradient, finite_difference(forward, value, (dout, dlse)), atol=1e-9)
+
     def test_grouped_heads_sum_over_their_group(self):
         q, k, v = (rng(s).normal(size=(h, 3, 2)) for s, h in ((0, 6), (1, 2), (2, 2)))
         dout = rng(3).normal(size=(6, 3, 2))

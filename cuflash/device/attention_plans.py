@@ -41,16 +41,17 @@ from .compiler import KernelName, Launch
 from .executor import DeviceLimits
 from .parameters import (
     ATTENTION_PARAMETERS,
-    BATCH_AXES,
     COMBINE_EVEN,
-    COMBINE_LISTED,
     FLOAT_TYPES,
-    INTEGER_TYPES,
-    UNLIMITED,
     BatchPlan,
     Slots,
     as_words,
+    batch_plan,
+    moduli,
+    slot_members,
+    with_sequences,
     write_array,
+    write_problem,
 )
 from .plans import C_TYPES
 
@@ -192,10 +193,10 @@ def simt_tile(problem: AttentionProblem, limits: DeviceLimits) -> SimtTile:
 
 
 Tile = SimtTile | MmaTile | WgmmaTile
-_SCORES = ("PlainScore", "RangedScore", "FullScore")
+SCORES = ("PlainScore", "RangedScore", "FullScore")
 
 
-def _score(problem: AttentionProblem) -> str:
+def score_pipeline(problem: AttentionProblem) -> str:
     """Return the score pipeline that has what the problem asks for, and little else."""
     pairwise = (problem.softcap, problem.bias, problem.alibi_slopes, problem.mask)
     bounds = (problem.left, problem.right, problem.key_lengths, problem.query_lengths)
@@ -219,20 +220,21 @@ def _combine(kernel: str) -> KernelName:
 def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     """Yield every kernel that a plan for q, k, v of this dtype, or a merge of them, can launch."""
     acc = accumulator(dtype)
-    for choice, score in product(SIMT_TILES, _SCORES):
+    for choice, score in product(SIMT_TILES, SCORES):
         if choice.accumulator == acc.name:
             yield _forward_simt(dtype, score, choice.tile)
     yield from mma_kernels(dtype)
     yield from wgmma_kernels(dtype)
     for parts in ("ListedParts", "EvenParts"):
         yield _combine(f"combine<{C_TYPES[acc.name]}, cuflash::{parts}>")
-    yield _combine(f"combine_states<{C_TYPES[acc.name]}>")
+    for kernel in ("combine_states", "combine_vjp"):
+        yield _combine(f"{kernel}<{C_TYPES[acc.name]}>")
 
 
 def attention_obstacles(problem: AttentionProblem, limits: DeviceLimits) -> dict[str, str | None]:
     """Return why each kernel family cannot run a problem, None if it can, the fastest first."""
     return {
-        "wgmma": wgmma_obstacle(problem, _score(problem), limits),
+        "wgmma": wgmma_obstacle(problem, score_pipeline(problem), limits),
         "mma": mma_obstacle(problem, limits),
         "simt": None,
     }
@@ -258,7 +260,7 @@ class _Forward(NamedTuple):
 @lru_cache(maxsize=4096)
 def _forward(problem: AttentionProblem, limits: DeviceLimits) -> _Forward:
     """Choose family, tile and kernel."""
-    method, score = problem.method, _score(problem)
+    method, score = problem.method, score_pipeline(problem)
     if method == "auto":
         method = attention_methods(problem, limits)[0]
     if method == "wgmma":
@@ -314,25 +316,14 @@ _OPERANDS = (
     "query_offset", "query_lengths", "key_lengths", "cu_seqlens_q", "cu_seqlens_k", "out", "lse",
 )  # fmt: skip
 _RESULTS = _OPERANDS.index("out")
-#: Where the parameter block describes them, if not under their names.
-_MEMBERS = {name: f"score.{name}" for name in _OPERANDS[3:10]} | {
-    "cu_seqlens_q": "sequences.queries",
-    "cu_seqlens_k": "sequences.keys",
-}
-#: Of packed sequences: what is one for each of them and none of the batch's.
-_OF_SEQUENCES = ("query_offset", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
-_MATRIX_AXES = {"q": 2, "k": 2, "v": 2, "mask": 2, "bias": 2, "out": 2, "lse": 1}
-_INTEGER_OPTIONS = ("query_offset", "query_lengths", "key_lengths")
-_SLOT_MEMBERS = [f"{_MEMBERS.get(name, name)}.data" for name in _OPERANDS] + [
-    f"score.{name}.value" for name in _INTEGER_OPTIONS
-]
+_SLOT_MEMBERS = slot_members(_OPERANDS)
 _FORWARD_SLOTS = Slots(ATTENTION_PARAMETERS, _SLOT_MEMBERS)
 _WGMMA_SLOTS = Slots(WGMMA_PARAMETERS, [f"attention.{member}" for member in _SLOT_MEMBERS])
 _MAPPED = tuple(_OPERANDS.index(name) for name in ("q", "k", "v", "out"))
 _EVEN_SLOTS = Slots(COMBINE_EVEN, ["out.data", "lse.data", "parts.out.data", "parts.lse.data"])
 #: Partial results begin at a multiple of this.
 _ALIGNMENT = 16
-_WARP = 32
+WARP = 32
 #: Threads of a block that merges: enough to hide the latency of reading the parts.
 _COMBINE_THREADS = 256
 
@@ -462,12 +453,10 @@ def plan_attention(
     specs = tuple(named.values())
     blocks_per_entry = max(1, row_tiles * column_tiles * splits)
     most_entries = max(1, limits.blocks // blocks_per_entry)
-    batch = _batch_plan(problem, named, most_entries)
+    batch = batch_plan(problem, named, most_entries)
     rows = batch.entries * problem.tq
 
-    axes = batch
-    if problem.sequences is not None:
-        axes = batch.with_outermost([_sequence_step(name, named[name]) for name in named])
+    axes = with_sequences(batch, problem, named)
     maps = None
     if isinstance(tile, WgmmaTile):
         mapped_out = out if out_has_map(problem, out, splits) else None
@@ -482,30 +471,11 @@ def plan_attention(
     else:
         block = ATTENTION_PARAMETERS.zeros()
         fields = block[0]
-    score = fields["score"]
-    if problem.sequences is not None:
-        fields["sequences"]["count"] = problem.sequences
-    axes.write(fields["batch"])
     fields["grid"]["row_tiles"] = row_tiles
     fields["grid"]["column_tiles"] = column_tiles
     fields["grid"]["splits"] = splits
-    for (name, spec), strides in zip(named.items(), axes.strides, strict=True):
-        if spec is not None:
-            member = fields
-            for part in _MEMBERS.get(name, name).split("."):
-                member = member[part]
-            if name in ("cu_seqlens_q", "cu_seqlens_k"):
-                member["stride"] = spec.strides[0] // spec.dtype.itemsize
-                member["type"] = INTEGER_TYPES.index(spec.dtype.name)
-            else:
-                write_array(member, spec, strides, _MATRIX_AXES.get(name, 0))
-    fields["features"], fields["values"] = problem.d, problem.dv
+    write_problem(fields, problem, named, axes)
     fields["out_is_wide"] = splits > 1 or out.dtype != problem.dtype
-    score["queries"], score["keys"] = problem.tq, problem.tk
-    for name, side in (("left", problem.left), ("right", problem.right)):
-        score[name] = UNLIMITED if side is None else min(side, UNLIMITED)
-    score["scale"], score["softcap"] = problem.scale, problem.softcap or 0
-    score["default_offset"] = problem.query_offset is None
 
     combine_block = None
     if splits > 1:
@@ -539,45 +509,16 @@ def plan_attention(
         ),
         combine=None
         if splits == 1
-        else _combine_launch(
-            f"combine<{C_TYPES[acc.name]}, cuflash::EvenParts>", batch, problem.tq, _WARP
+        else combine_launch(
+            f"combine<{C_TYPES[acc.name]}, cuflash::EvenParts>", batch, problem.tq, WARP
         ),
         _forward_block=as_words(block),
         _combine_block=None if combine_block is None else as_words(combine_block),
         _defaults=(0, problem.tq, problem.tk),
         _lse_start=splits * rows * problem.dv * acc.itemsize,
         _maps=maps,
-        _moduli=_moduli(specs),
+        _moduli=moduli(specs),
     )
-
-
-def _batch_plan(
-    problem: AttentionProblem, named: dict[str, ArraySpec | None], most_entries: int
-) -> BatchPlan:
-    """Plan the batch axes of the operands; those of sequences have none."""
-    if problem.sequences is None:
-        return BatchPlan.of(problem.batch_shape, tuple(named.values()), most_entries)
-    specs = [None if name in _OF_SEQUENCES else spec for name, spec in named.items()]
-    return BatchPlan.of(problem.batch_shape, specs, most_entries, BATCH_AXES - 1)
-
-
-def _sequence_step(name: str, spec: ArraySpec | None) -> int:
-    """Return the elements from one sequence's entry to the next one's."""
-    of_each = name in ("query_offset", "key_lengths")
-    return spec.strides[0] // spec.dtype.itemsize if of_each and spec is not None else 0
-
-
-def _moduli(specs: Sequence[ArraySpec | None]) -> tuple[int, ...]:
-    """Return what each operand's address must be a multiple of; () if strides forbid any."""
-    read = [None if spec is None or 0 in spec.shape else spec for spec in specs]
-    for spec in read:
-        if spec is not None and any(
-            stride % spec.dtype.itemsize
-            for size, stride in zip(spec.shape, spec.strides, strict=True)
-            if size > 1
-        ):
-            return ()
-    return tuple(1 if spec is None else spec.dtype.itemsize for spec in read)
 
 
 def _held_chunks(problem: AttentionProblem, tile: SimtTile, limits: DeviceLimits) -> int:
@@ -620,82 +561,11 @@ def _even_block(
     return block
 
 
-def _combine_launch(kernel: str, batch: BatchPlan, rows: int, lanes: int) -> Launch:
+def combine_launch(kernel: str, batch: BatchPlan, rows: int, lanes: int) -> Launch:
     """Return the launch of a merge, `lanes` threads a row."""
-    threads = -(-min(rows * lanes, _COMBINE_THREADS) // _WARP) * _WARP
+    threads = -(-min(rows * lanes, _COMBINE_THREADS) // WARP) * WARP
     return Launch(
         _combine(kernel),
         grid=batch.entries * -(-rows // (threads // lanes)),
         block=threads,
-    )
-
-
-# ------------------------------------------------------------------------------------------ merges
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MergePlan:
-    """The launch that merges up to `LISTED_PARTS` parts; None if there is nothing to write."""
-
-    launch: Launch | None
-    batch: BatchPlan
-    itemsizes: tuple[int, ...]
-    _slots: Slots
-    _block: np.ndarray
-
-    def launches(self, pointers: Sequence[int]) -> Iterator[tuple[Launch, np.ndarray]]:
-        """Yield the kernel and its parameter block, as often as the engine loops.
-
-        `pointers` are the addresses of the two results, then of the two arrays of each part.
-        """
-        if self.launch is None:
-            return
-        for places in self.batch.places(pointers, self.itemsizes):
-            yield self.launch, self._slots.fill(self._block, places)
-
-
-@lru_cache(maxsize=4096)
-def plan_merge(
-    results: tuple[ArraySpec, ArraySpec],
-    parts: tuple[tuple[ArraySpec, ArraySpec], ...],
-    limits: DeviceLimits,
-) -> MergePlan:
-    """Plan the merge of (out, lse) pairs, or of (normalizer, maximum) pairs, into one.
-
-    The first of each pair has one axis more than the second in attention (columns), and as many in
-    a softmax state; all have the shapes of the results.
-    """
-    out, lse = results
-    acc = accumulator(lse.dtype)
-    columns = len(out.shape) > len(lse.shape)
-    flat = (out, lse, *(spec for part in parts for spec in part))
-    whole = BatchPlan.of(lse.shape, flat, limits.blocks)
-    batch, rows, row_strides = whole.without_rows()
-
-    block = COMBINE_LISTED.zeros()
-    fields = block[0]
-    batch.write(fields["batch"])
-    fields["rows"], fields["values"] = rows, out.shape[-1] if columns else 1
-    listed = fields["parts"]
-    listed["count"] = len(parts)
-    places = [fields["out"], fields["lse"]]
-    places += [listed[name][i] for i in range(len(parts)) for name in ("out", "lse")]
-    for i, (place, spec) in enumerate(zip(places, flat, strict=True)):
-        place["batch_stride"][: len(batch.sizes)] = batch.strides[i]
-        place["row_stride"] = row_strides[i]
-        if columns and i % 2 == 0:
-            place["column_stride"] = spec.strides[-1] // spec.dtype.itemsize
-        place["type"] = FLOAT_TYPES.index(spec.dtype.name)
-
-    c_type = C_TYPES[acc.name]
-    kernel = f"combine<{c_type}, cuflash::ListedParts>" if columns else f"combine_states<{c_type}>"
-    members = [f"parts.{name}[{i}].data" for i in range(len(parts)) for name in ("out", "lse")]
-    return MergePlan(
-        launch=_combine_launch(kernel, batch, rows, _WARP if columns else 1)
-        if math.prod(lse.shape)
-        else None,
-        batch=batch,
-        itemsizes=tuple(spec.dtype.itemsize for spec in flat),
-        _slots=Slots(COMBINE_LISTED, ["out.data", "lse.data", *members]),
-        _block=as_words(block),
     )

@@ -15,8 +15,8 @@ import numpy as np
 
 from ..problem import ArraySpec
 from . import memory
-from .attention_plans import plan_merge
 from .executor import CurrentDevice, Executor
+from .merge_plans import plan_merge, plan_merge_vjp
 from .parameters import LISTED_PARTS
 
 Pair = tuple[Any, Any]
@@ -55,6 +55,25 @@ def merge_attention(parts: Sequence[Pair], out: Any, lse: Any) -> None:
             memory.copy_unaligned(result, given)
 
 
+def merge_attention_vjp(
+    cotangents: tuple[Any, Any], parts: Sequence[Pair], grads: Sequence[Pair]
+) -> None:
+    """Fill the (dout_i, dlse_i) of the two parts (out_i, lse_i) of a merge.
+
+    With p_i the parts' weights, dout_i = p_i * dout and dlse_a = p_a * dlse + p_a * p_b * sum(dout
+    * (out_a - out_b)), likewise dlse_b.
+    """
+    dout, dlse = cotangents
+    with memory.device_of(dout):
+        read = [(memory.aligned(o), memory.aligned(s)) for o, s in parts]
+        written = [(memory.aligned(o, copy=False), memory.aligned(s, copy=False)) for o, s in grads]
+        given = (memory.aligned(dout), None if dlse is None else memory.aligned(dlse))
+        merge_vjp(given, read, written, CurrentDevice())
+        for pair, targets in zip(written, grads, strict=True):
+            for source, target in zip(pair, targets, strict=True):
+                memory.copy_unaligned(source, target)
+
+
 def merge(parts: Sequence[Pair], results: Pair, executor: Executor) -> None:
     """Merge (out, lse) or (normalizer, maximum) pairs; all have the shapes of the results.
 
@@ -81,5 +100,22 @@ def _merge(parts: Sequence[Pair], results: Pair, executor: Executor) -> None:
     specs = [(ArraySpec.of(a), ArraySpec.of(b)) for a, b in pairs]
     plan = plan_merge(specs[0], tuple(specs[1:]), executor.limits)
     pointers = [executor.address(x) for pair in pairs for x in pair]
+    for launch, parameters in plan.launches(pointers):
+        executor.launch(launch, parameters)
+
+
+def merge_vjp(
+    cotangents: tuple[Any, Any], parts: Sequence[Pair], grads: Sequence[Pair], executor: Executor
+) -> None:
+    """Do what `merge_attention_vjp` says with arrays of the executor's library."""
+    dout, dlse = cotangents
+    plan = plan_merge_vjp(
+        (ArraySpec.of(dout), None if dlse is None else ArraySpec.of(dlse)),
+        tuple((ArraySpec.of(o), ArraySpec.of(s)) for o, s in parts),
+        tuple((ArraySpec.of(o), ArraySpec.of(s)) for o, s in grads),
+        executor.limits,
+    )
+    arrays = [*cotangents, *(x for pair in (*parts, *grads) for x in pair)]
+    pointers = [0 if x is None else executor.address(x) for x in arrays]
     for launch, parameters in plan.launches(pointers):
         executor.launch(launch, parameters)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import ArraySpec
+from ..problem import ArraySpec, AttentionProblem
 from .compiler import ParameterBlock
 
 #: Batch axes that a parameter block has room for, after merging; the engine loops over any others.
@@ -86,6 +86,24 @@ ATTENTION_PARAMETERS = ParameterBlock(
         "sequences": SEQUENCES,
     },
 )
+VJP_PARAMETERS = ParameterBlock(
+    "cuflash::VjpParameters",
+    {
+        "batch": BATCH,
+        "summed": np.int64,
+        "adds": np.int64,
+        "grid": GRID,
+        **dict.fromkeys(("q", "k", "v"), BATCHED_ARRAY),
+        **dict.fromkeys(("dout", "out", "lse", "dlse", "delta"), BATCHED_ARRAY),
+        **dict.fromkeys(("dq", "dk", "dv", "dbias", "dsinks"), BATCHED_ARRAY),
+        "features": np.int64,
+        "values": np.int64,
+        "chunks": np.int32,
+        "dout_is_wide": np.int32,
+        "score": SCORE_PARAMETERS,
+        "sequences": SEQUENCES,
+    },
+)
 LISTED_PARTS_BLOCK = ParameterBlock(
     "cuflash::ListedParts",
     {
@@ -122,6 +140,18 @@ def _combine_block(parts: ParameterBlock) -> ParameterBlock:
 
 COMBINE_LISTED = _combine_block(LISTED_PARTS_BLOCK)
 COMBINE_EVEN = _combine_block(EVEN_PARTS_BLOCK)
+COMBINE_VJP = ParameterBlock(
+    "cuflash::CombineVjpParameters",
+    {
+        "batch": BATCH,
+        "rows": np.int64,
+        "values": np.int64,
+        "dout": BATCHED_ARRAY,
+        "dlse": BATCHED_ARRAY,
+        "parts": LISTED_PARTS_BLOCK,
+        "grads": LISTED_PARTS_BLOCK,
+    },
+)
 
 
 class Slots:
@@ -251,3 +281,98 @@ def write_array(
         fields[name] = step
     types = INTEGER_TYPES if spec.dtype.kind in "iu" else FLOAT_TYPES
     fields["type"] = types.index(spec.dtype.name) if spec.dtype.name in types else 0
+
+
+# ------------------------------------------------------------------------- operands of attention
+
+_INTEGER_OPTIONS = ("query_offset", "query_lengths", "key_lengths")
+_ENDS = ("cu_seqlens_q", "cu_seqlens_k")
+#: Where a parameter block describes an operand, if not under its name.
+_MEMBERS = {
+    name: f"score.{name}" for name in ("mask", "bias", "alibi_slopes", "sinks", *_INTEGER_OPTIONS)
+} | {"cu_seqlens_q": "sequences.queries", "cu_seqlens_k": "sequences.keys"}
+#: Axes of an operand after those of the batch.
+_INNER_AXES = {
+    **dict.fromkeys(("q", "k", "v", "mask", "bias", "out", "dout", "dq", "dk", "dv", "dbias"), 2),
+    **dict.fromkeys(("lse", "dlse", "delta"), 1),
+}
+#: Of packed sequences: what is one for each of them and none of the batch's.
+_OF_SEQUENCES = ("query_offset", "key_lengths", *_ENDS)
+
+
+def slot_members(operands: Sequence[str]) -> list[str]:
+    """Return where a parameter block has the addresses of operands, then integers as numbers."""
+    return [f"{_MEMBERS.get(name, name)}.data" for name in operands] + [
+        f"score.{name}.value" for name in _INTEGER_OPTIONS
+    ]
+
+
+def batch_plan(
+    problem: AttentionProblem,
+    named: Mapping[str, ArraySpec | None],
+    most_entries: int,
+    most_axes: int = BATCH_AXES,
+) -> BatchPlan:
+    """Plan the batch axes of the operands; those of sequences have none."""
+    if problem.sequences is None:
+        return BatchPlan.of(problem.batch_shape, tuple(named.values()), most_entries, most_axes)
+    specs = [None if name in _OF_SEQUENCES else spec for name, spec in named.items()]
+    return BatchPlan.of(problem.batch_shape, specs, most_entries, most_axes - 1)
+
+
+def with_sequences(
+    batch: BatchPlan, problem: AttentionProblem, named: Mapping[str, ArraySpec | None]
+) -> BatchPlan:
+    """Return the axes as kernels see them: in front one for sequences, if these lie end to end."""
+    if problem.sequences is None:
+        return batch
+    return batch.with_outermost(
+        [
+            spec.strides[0] // spec.dtype.itemsize
+            if name in ("query_offset", "key_lengths") and spec is not None
+            else 0
+            for name, spec in named.items()
+        ]
+    )
+
+
+def moduli(specs: Sequence[ArraySpec | None]) -> tuple[int, ...]:
+    """Return what each operand's address must be a multiple of; () if strides forbid any."""
+    read = [None if spec is None or 0 in spec.shape else spec for spec in specs]
+    for spec in read:
+        if spec is not None and any(
+            stride % spec.dtype.itemsize
+            for size, stride in zip(spec.shape, spec.strides, strict=True)
+            if size > 1
+        ):
+            return ()
+    return tuple(1 if spec is None else spec.dtype.itemsize for spec in read)
+
+
+def write_problem(
+    fields: Any,
+    problem: AttentionProblem,
+    named: Mapping[str, ArraySpec | None],
+    axes: BatchPlan,
+) -> None:
+    """Describe a problem to a kernel: its operands and axes, sizes and options of the score."""
+    axes.write(fields["batch"])
+    for (name, spec), strides in zip(named.items(), axes.strides, strict=True):
+        if spec is None:
+            continue
+        member = fields
+        for part in _MEMBERS.get(name, name).split("."):
+            member = member[part]
+        if name in _ENDS:
+            member["stride"] = spec.strides[0] // spec.dtype.itemsize
+            member["type"] = INTEGER_TYPES.index(spec.dtype.name)
+        else:
+            write_array(member, spec, strides, _INNER_AXES.get(name, 0))
+    fields["sequences"]["count"] = problem.sequences or 0
+    fields["features"], fields["values"] = problem.d, problem.dv
+    score = fields["score"]
+    score["queries"], score["keys"] = problem.tq, problem.tk
+    for name, side in (("left", problem.left), ("right", problem.right)):
+        score[name] = UNLIMITED if side is None else min(side, UNLIMITED)
+    score["scale"], score["softcap"] = problem.scale, problem.softcap or 0
+    score["default_offset"] = problem.query_offset is None

@@ -100,9 +100,9 @@ class TilePlan:
     thread."""
 
     @classmethod
-    def of(cls, problem: AttentionProblem) -> TilePlan:
+    def of(cls, problem: AttentionProblem, sizes: TileSizes | None = None) -> TilePlan:
         """Choose tile sizes for a problem."""
-        return _tile_plan(problem, _TILES)
+        return _tile_plan(problem, _TILES if sizes is None else sizes)
 
     def batches(self, batch_shape: tuple[int, ...]) -> Iterator[Index]:
         """Yield the index, a slice an axis, of each block's batch entries."""
@@ -210,7 +210,10 @@ def attention(
         out[...] = 0  # rows past the last sequence
         if lse is not None:
             lse[...] = -np.inf
-        pieces = list(_sequences(*pieces[0]))
+        pieces = [
+            _Piece(own, views, out[..., rows, :], None if lse is None else lse[..., rows])
+            for own, views, rows, _ in sequences(problem, arrays)
+        ]
     elif (plan := TilePlan.of(problem)).alone:
         _attend_rows(problem, plan, arrays, (), [slice(0, problem.tq)], _Part(0, 1, out, lse))
         return
@@ -232,10 +235,13 @@ class _Piece(NamedTuple):
     lse: np.ndarray | None
 
 
-def _sequences(
-    problem: AttentionProblem, arrays: AttentionArrays, out: np.ndarray, lse: np.ndarray | None
-) -> Iterator[_Piece]:
-    """Yield each sequence of those that lie end to end as a problem of its own, on views."""
+def sequences(
+    problem: AttentionProblem, arrays: AttentionArrays
+) -> Iterator[tuple[AttentionProblem, AttentionArrays, slice, slice]]:
+    """Yield each sequence of those that lie end to end as a problem of its own.
+
+    With it come its arrays, which are views, and its tokens on the axes of queries and keys.
+    """
     ends_q, ends_k = arrays.cu_seqlens_q, arrays.cu_seqlens_k
     integers = {
         name: np.broadcast_to(x, len(ends_q) - 1)
@@ -243,7 +249,7 @@ def _sequences(
         if (x := getattr(arrays, name)) is not None
     }
     for e in range(len(ends_q) - 1):
-        rows, keys = slice(*ends_q[e : e + 2]), slice(*ends_k[e : e + 2])
+        rows, keys = (slice(*map(int, ends[e : e + 2])) for ends in (ends_q, ends_k))
         own = arrays._replace(
             q=arrays.q[..., rows, :],
             k=arrays.k[..., keys, :],
@@ -256,8 +262,7 @@ def _sequences(
         for name in ("q", "k", "v"):
             spec = ArraySpec.of(getattr(own, name))
             specs[name] = spec.broadcast_to((*problem.batch_shape, *spec.shape[-2:]), name)
-        described = replace(problem, **specs, cu_seqlens_q=None, cu_seqlens_k=None)
-        yield _Piece(described, own, out[..., rows, :], None if lse is None else lse[..., rows])
+        yield replace(problem, **specs, cu_seqlens_q=None, cu_seqlens_k=None), own, rows, keys
 
 
 def _plan_tasks(
@@ -306,7 +311,7 @@ def _has_fixed_layout(x: np.ndarray, dtype: np.dtype) -> bool:
     return x.strides[-2:] == (columns * x.itemsize, x.itemsize)
 
 
-def _fixed_layout(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def fixed_layout(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return x, or a copy of it, in the accumulator's dtype with its rows end to end."""
     return x if _has_fixed_layout(x, dtype) else np.array(x, dtype, order="C")
 
@@ -323,7 +328,7 @@ def _attend_rows(
     dtype = plan.dtype
     block = select(problem, arrays, index)
     if not (_has_fixed_layout(block.k, dtype) and _has_fixed_layout(block.v, dtype)):
-        block = block._replace(k=_fixed_layout(block.k, dtype), v=_fixed_layout(block.v, dtype))
+        block = block._replace(k=fixed_layout(block.k, dtype), v=fixed_layout(block.v, dtype))
     out = part.out[index]
     lse = None if part.lse is None else part.lse[index]
     # One tile of scores, used again and again: fresh memory would cost a page fault every 4 KiB.
@@ -395,7 +400,7 @@ def _online(
     allows, `out` are memory to compute in: that numerator may be `out`.
     """
     dtype, shape, tk = plan.dtype, out.shape[:-1], problem.tk
-    q = _fixed_layout(block.q[..., rows, :], dtype)
+    q = fixed_layout(block.q[..., rows, :], dtype)
     if plan.query_scale is not None:
         q = q * plan.query_scale
     elif np.may_share_memory(q, block.k):

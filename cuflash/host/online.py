@@ -111,3 +111,42 @@ def merge_attention(
             np.copyto(lse[rows], logsumexp(m, total))
 
     for_each_run(len(blocks), work)
+
+
+def merge_attention_vjp(
+    cotangents: tuple[np.ndarray, np.ndarray | None],
+    parts: Sequence[tuple[np.ndarray, np.ndarray]],
+    grads: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> None:
+    """Fill the (dout_i, dlse_i) of the two parts (out_i, lse_i) of a merge.
+
+    With p_i the parts' weights, dout_i = p_i * dout, and the softmax over the two parts gives
+    dlse_a = p_a * dlse + p_a * p_b * sum(dout * (out_a - out_b)), likewise dlse_b.
+    """
+    dout, dlse = cotangents
+    dtype = np.result_type(*(part_lse for _, part_lse in parts))
+    row_bytes = max(1, dout.shape[-1]) * dtype.itemsize
+    blocks = boxes(dout.shape[:-1], max(1, BLOCK_BYTES // row_bytes))
+
+    def work(run: range) -> None:
+        for rows in blocks[run.start : run.stop]:
+            logs = [part_lse[rows] for _, part_lse in parts]
+            outs = [out[rows].astype(dtype) for out, _ in parts]
+            empty = [log == -np.inf for log in logs]
+            reference = shift(np.maximum(*logs))
+            weights = [np.exp(log - reference) for log in logs]
+            total = divisor(weights[0] + weights[1])
+            shares = [weight / total for weight in weights]
+            rise = dout[rows].astype(dtype)
+            apart = np.sum(rise * (outs[0] - outs[1]), axis=-1)
+            between = apart * (shares[0] * shares[1])
+            for part, share, gone, term in zip(
+                grads, shares, empty, (between, -between), strict=True
+            ):
+                of_out = np.where(gone[..., None], dtype.type(0), share[..., None] * rise)
+                np.copyto(part[0][rows], of_out, casting="same_kind")
+                of_lse = np.zeros_like(share) if dlse is None else share * dlse[rows]
+                np.add(of_lse, term, out=of_lse, where=~(empty[0] | empty[1]))
+                np.copyto(part[1][rows], np.where(gone, dtype.type(0), of_lse))
+
+    for_each_run(len(blocks), work)

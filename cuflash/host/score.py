@@ -154,13 +154,39 @@ def modify(
     s: np.ndarray,
 ) -> None:
     """Apply softcap, bias and ALiBi to a tile of scaled scores, in place."""
-    if problem.softcap is not None:
-        cap = s.dtype.type(problem.softcap)
-        capped = s / cap
-        np.tanh(capped, out=capped)
-        capped *= cap
-        # Far below the cap a score stays as it is, and s / cap could lose it to underflow.
-        np.copyto(s, capped, where=~(np.abs(s) < cap * softcap_linear(s.dtype)))
+    cap(problem, s)
+    add_terms(problem, block, rows, keys, s)
+
+
+def cap(problem: AttentionProblem, s: np.ndarray) -> None:
+    """Apply the softcap to a tile of scaled scores, in place."""
+    if problem.softcap is None:
+        return
+    limit = s.dtype.type(problem.softcap)
+    capped = s / limit
+    np.tanh(capped, out=capped)
+    capped *= limit
+    # Far below the cap a score stays as it is, and s / limit could lose it to underflow.
+    np.copyto(s, capped, where=~(np.abs(s) < limit * softcap_linear(s.dtype)))
+
+
+def cap_slope(problem: AttentionProblem, capped: np.ndarray) -> np.ndarray | None:
+    """Return the derivative of capped scores by the scores, 1 - tanh^2; None without a softcap."""
+    if problem.softcap is None:
+        return None
+    t = capped / capped.dtype.type(problem.softcap)
+    slope: np.ndarray = (1 - t) * (1 + t)  # near the cap 1 - t * t would lose its digits
+    return slope
+
+
+def add_terms(
+    problem: AttentionProblem,
+    block: AttentionArrays,
+    rows: slice,
+    keys: slice,
+    s: np.ndarray,
+) -> None:
+    """Add bias and ALiBi to a tile of capped scores, in place."""
     if block.bias is not None:
         bias = block.bias[..., rows, keys]
         if bias.dtype.itemsize <= s.dtype.itemsize:
@@ -192,10 +218,9 @@ def weighted_values(weights: np.ndarray, v: np.ndarray, seen: np.ndarray | None)
     seen = np.broadcast_to(True if seen is None else seen, weights.shape)
     count = partial(_count, dtype=v.dtype)
     nan = count(seen, np.isnan(v)) | count(seen & (weights == 0), np.isinf(v))
-    plus, minus = (
-        count(seen & (weights > 0), v == np.inf),
-        count(seen & (weights > 0), v == -np.inf),
-    )
+    raised, lowered = seen & (weights > 0), seen & (weights < 0)
+    plus = count(raised, v == np.inf) | count(lowered, v == -np.inf)
+    minus = count(raised, v == -np.inf) | count(lowered, v == np.inf)
     total[plus] += np.inf
     total[minus] -= np.inf
     total[nan] = np.nan

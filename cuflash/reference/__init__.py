@@ -13,9 +13,11 @@ from cuflash.reference._attention import (
     ReferenceGrads,
     ScoreOptions,
     attention,
+    attention_jvp,
     attention_scores,
     attention_vjp,
     merge_attention,
+    merge_attention_vjp,
 )
 from cuflash.reference._online import online_attention
 from cuflash.reference._softmax import (
@@ -33,6 +35,7 @@ __all__ = [
     "ScoreOptions",
     "VarlenOptions",
     "attention",
+    "attention_jvp",
     "attention_scores",
     "attention_varlen",
     "attention_varlen_vjp",
@@ -42,6 +45,7 @@ __all__ = [
     "logsumexp",
     "logsumexp_vjp",
     "merge_attention",
+    "merge_attention_vjp",
     "online_attention",
     "softmax",
     "softmax_vjp",

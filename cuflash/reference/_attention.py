@@ -140,7 +140,7 @@ def _contract(p: Wide, seen: NDArray[np.bool_], x: Wide) -> Wide:
     return out
 
 
-def _sum_to(gradient: Wide, shape: tuple[int, ...]) -> Wide:
+def sum_to(gradient: Wide, shape: tuple[int, ...]) -> Wide:
     """Transpose of broadcasting from `shape`."""
     gradient = np.sum(gradient, axis=tuple(range(gradient.ndim - len(shape))))
     stretched = tuple(a for a, n in enumerate(shape) if n == 1 != gradient.shape[a])
@@ -148,9 +148,9 @@ def _sum_to(gradient: Wide, shape: tuple[int, ...]) -> Wide:
     return summed
 
 
-def _sum_heads(gradient: Wide, repeated: tuple[int, ...], shape: tuple[int, ...]) -> Wide:
+def sum_heads(gradient: Wide, repeated: tuple[int, ...], shape: tuple[int, ...]) -> Wide:
     """Transpose of broadcasting from `repeated`, itself `shape` with heads repeated in groups."""
-    gradient = _sum_to(gradient, repeated)
+    gradient = sum_to(gradient, repeated)
     if repeated == shape:
         return gradient
     *batch, heads, tokens, features = shape
@@ -251,6 +251,43 @@ def merge_attention(
 
 
 @ieee
+def merge_attention_vjp(
+    dout: ArrayLike,
+    dlse: ArrayLike,
+    out_a: ArrayLike,
+    lse_a: ArrayLike,
+    out_b: ArrayLike,
+    lse_b: ArrayLike,
+) -> tuple[Result, Result, Result, Result]:
+    """Pull `dout` and `dlse` back through :func:`merge_attention`.
+
+    Parameters
+    ----------
+    dout, dlse
+        Cotangents of the merged out and lse.
+    out_a, lse_a, out_b, lse_b
+        As for :func:`merge_attention`.
+
+    Returns
+    -------
+    dout_a, dlse_a, dout_b, dlse_b : numpy.ndarray
+        float64, 0 for a part that is an empty set: with p the share of a part and out the merged
+        one, ``p * dout`` and ``p * (dlse + sum(dout * (out_part - out)))``.
+    """
+    out, _ = merge_attention(out_a, lse_a, out_b, lse_b)
+    lse = np.logaddexp(widen(lse_a, np.longdouble), widen(lse_b, np.longdouble))
+    cotangent = widen(dout, np.longdouble)
+    results = []
+    for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
+        empty = np.equal(part_lse, -np.inf)
+        share = np.exp(widen(part_lse, np.longdouble) - lse)
+        rise = np.sum(cotangent * (widen(part, np.longdouble) - out), axis=-1)
+        results.append(narrow(np.where(empty[..., None], 0, share[..., None] * cotangent)))
+        results.append(narrow(np.where(empty, 0, share * (widen(dlse, np.longdouble) + rise))))
+    return results[0], results[1], results[2], results[3]
+
+
+@ieee
 def attention_vjp(
     dout: ArrayLike,
     q: ArrayLike,
@@ -304,9 +341,52 @@ def attention_vjp(
     p_sink = np.where(s.sink == -np.inf, 0, np.exp(s.sink - lse))
     dsink = np.where(has_logit, p_sink * (dlse - delta), 0).sum(axis=(-2, -1))
     return ReferenceGrads(
-        dq=narrow(_sum_to(dq, q.shape)),
-        dk=narrow(_sum_heads(dk, s.k.shape, own_k.shape)),
-        dv=narrow(_sum_heads(dv, s.v.shape, own_v.shape)),
-        dbias=None if bias is None else narrow(_sum_to(ds, np.shape(bias))),
-        dsinks=None if sinks is None else narrow(_sum_to(dsink, np.shape(sinks))),
+        dq=narrow(sum_to(dq, q.shape)),
+        dk=narrow(sum_heads(dk, s.k.shape, own_k.shape)),
+        dv=narrow(sum_heads(dv, s.v.shape, own_v.shape)),
+        dbias=None if bias is None else narrow(sum_to(ds, np.shape(bias))),
+        dsinks=None if sinks is None else narrow(sum_to(dsink, np.shape(sinks))),
     )
+
+
+@ieee
+def attention_jvp(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    tangents: ReferenceGrads,
+    **options: Unpack[ScoreOptions],
+) -> tuple[Result, Result]:
+    """Push tangents of the operands forward through :func:`attention`, all of which is finite.
+
+    The adjoint of :func:`attention_vjp`, written down by itself: with ``dS`` the tangent of the
+    scores, that of lse is the mean of dS under the probabilities, and ``dP = P * (dS - dlse)``.
+
+    Parameters
+    ----------
+    q, k, v
+        As for :func:`attention`.
+    tangents
+        Of q, k, v, bias and sinks, each of its operand's shape; None is zero.
+    **options
+        See :class:`ScoreOptions`.
+
+    Returns
+    -------
+    out, lse : numpy.ndarray
+        Tangents of what :func:`attention` returns, float64; 0 in rows with no logit.
+    """
+    q, k, v = (widen(x, np.longdouble) for x in (q, k, v))
+    s = _score(q, k, v, **options)
+    p, lse = _distribution(s)
+    of_q, of_k, of_v = (widen(x, np.longdouble) for x in tangents[:3])
+    if options.get("enable_gqa"):
+        of_k, of_v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (of_k, of_v))
+    ds = s.gain * (of_q @ s.k.swapaxes(-1, -2) + q @ of_k.swapaxes(-1, -2))
+    if tangents.dbias is not None:
+        ds = ds + widen(tangents.dbias, np.longdouble)
+    of_lse = np.sum(p * ds, axis=-1, keepdims=True)
+    if tangents.dsinks is not None:
+        p_sink = np.where(s.sink == -np.inf, 0, np.exp(s.sink - lse))
+        of_lse = of_lse + p_sink * widen(tangents.dsinks, np.longdouble)[..., None, None]
+    return narrow(p * (ds - of_lse) @ s.v + p @ of_v), narrow(of_lse[..., 0])

@@ -2,8 +2,8 @@
 
 Cases describe inputs (`AttentionCase`, `VarlenCase`, `SoftmaxCase`, `MergeCase`), strategies draw
 them (`attention_problems`, `varlen_problems`, `softmax_problems`, `merge_problems`: these need
-hypothesis), bounds say how
-exact a result must be, and properties, functions of a callable and a case, say what must hold.
+hypothesis), bounds say how exact a result must be, and properties, functions of a callable and a
+case, say what must hold: of attention, of its gradients, of softmax.
 `cuflash.testing.adapters` has other libraries behind our signatures, and `cuflash.testing.fuzz`
 (which needs hypothesis, too) holds an implementation to all of it, as the command ``cuflash fuzz``.
 """
@@ -13,18 +13,24 @@ from typing import TYPE_CHECKING, Any
 from cuflash.testing.bounds import (
     Expected,
     ExpectedAttention,
+    ExpectedGradients,
     assert_attention_close,
+    assert_gradients_close,
     assert_softmax_close,
     error_bound,
     expect_attention,
+    expect_gradients,
     expect_softmax,
     expect_softmax_vjp,
 )
 from cuflash.testing.cases import ALL_CASES
+from cuflash.testing.gradient_cases import GRADIENT_CASES
+from cuflash.testing.gradients import GRADIENT_PROPERTIES
 from cuflash.testing.problems import AttentionCase, SoftmaxCase
 from cuflash.testing.properties import ATTENTION_PROPERTIES
 from cuflash.testing.softmax_properties import SOFTMAX_PROPERTIES, MergeCase
 from cuflash.testing.varlen import VARLEN_PROPERTIES, VarlenCase
+from cuflash.testing.varlen_gradients import VARLEN_GRADIENT_PROPERTIES
 
 if TYPE_CHECKING:
     from cuflash.testing.strategies import (
@@ -45,16 +51,22 @@ __all__ = [
     "varlen_problems",
     "Expected",
     "ExpectedAttention",
+    "ExpectedGradients",
     "error_bound",
     "expect_attention",
+    "expect_gradients",
     "expect_softmax",
     "expect_softmax_vjp",
     "assert_attention_close",
+    "assert_gradients_close",
     "assert_softmax_close",
     "ATTENTION_PROPERTIES",
+    "GRADIENT_PROPERTIES",
     "SOFTMAX_PROPERTIES",
     "VARLEN_PROPERTIES",
+    "VARLEN_GRADIENT_PROPERTIES",
     "ALL_CASES",
+    "GRADIENT_CASES",
 ]
 
 

@@ -17,6 +17,22 @@ another few eps * V. What remains is how the dot products and sums themselves ar
 far their terms cancel: a score near 0 can be the sum of large terms, which no order of summation
 rounds less than they are large. That depends on the data, and the error of the plain formula on the
 same data, doubled, measures it, for lse as for out.
+
+Gradients have the same form, four times, with V replaced by what their terms add up to if none
+cancels. For a row let L be the larger of S and abs(lse), u = 4 * eps + 4 * eps_acc * (1 + L),
+A_j = sum over features of abs(dout * v_j), and A the largest A_j that the row sees. The weight
+P_j = exp(s_j - lse) has a relative error within u. dP_j = dout . v_j is at most A_j, and delta =
+dout . out - dlse, of an out that is rounded to the dtype, at most A + abs(dlse): so the error of
+dS_j = P_j * (dP_j - delta) is within u * P_j * (A_j + A + abs(dlse)) =: u * N_j, and
+
+    dbias: u * N_j        dq: abs(scale) * sum over keys of u * N_j * abs(k_j)
+    dsinks: u * P_sink * (A + abs(dlse)), over rows
+    dk: abs(scale) * sum over rows of u * N_j * abs(q)      dv: sum over rows of u * P_j * abs(dout)
+
+each summed over what broadcasts. The slope of a softcap is at most 1. Where P_j or dS_j falls below
+the numbers of its type, it is lost: P_j + tiny stands for it. The limit on the relative Frobenius
+norm is 4 times that of the forward. It is asked of gradients that do not cancel, as those of a
+single key do: their norm is at least a quarter of that of their terms, added in quadrature.
 """
 
 from __future__ import annotations
@@ -29,6 +45,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cuflash import reference
+from cuflash.reference._attention import sum_heads, sum_to
 from cuflash.testing.problems import AttentionCase, dtype_of
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -124,6 +141,182 @@ def error_bound(case: AttentionCase) -> ExpectedAttention:
     """Return oracle and bounds of a drawn case; see :func:`expect_attention`."""
     inputs = case.build()
     return expect_attention(inputs.q, inputs.k, inputs.v, **inputs.options)
+
+
+class ExpectedGradients(NamedTuple):
+    """What a call for the gradients of attention must return; None for operands not given."""
+
+    dq: Expected
+    dk: Expected
+    dv: Expected
+    dbias: Expected | None = None
+    dsinks: Expected | None = None
+
+
+def expect_gradients(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    dlse: ArrayLike | None = None,
+    **options: Any,
+) -> ExpectedGradients:
+    """Return what the gradients of attention must be, by the accuracy contract.
+
+    Parameters
+    ----------
+    dout, dlse
+        Cotangents of out and lse.
+    q, k, v
+        NumPy arrays of one dtype.
+    **options
+        Score options.
+
+    Returns
+    -------
+    ExpectedGradients
+        Oracle and bounds; the derivation of the bounds is in this module's docstring.
+    """
+    dtype = np.asarray(q).dtype.name
+    value = reference.attention_vjp(dout, q, k, v, dlse=dlse, **options)
+    precision = accumulator(dtype)
+    naive = reference.attention_vjp(dout, q, k, v, dlse=dlse, precision=precision, **options)
+    sizes = _gradient_sizes(dout, q, k, v, dlse, options)
+    expected: dict[str, Expected] = {}
+    for name, of_value, of_naive in zip(value._fields, value, naive, strict=True):
+        if of_value is None or of_naive is None:
+            continue
+        operand = options[name[1:]] if name in ("dbias", "dsinks") else q
+        own = np.asarray(operand).dtype.name
+        size = sizes.plain[name]
+        bound = sizes.weighted[name] + UNIT_ROUNDOFF[own] * size
+        with np.errstate(invalid="ignore", over="ignore"):
+            rounded = of_naive.astype(dtype_of(own)).astype(np.float64)
+            error = _finite_max(rounded - of_value, axis=None)
+            norm, terms = np.linalg.norm(of_value), np.linalg.norm(sizes.quadrature[name])
+        limit = None
+        if sizes.moderate and size.size >= 64 and norm > terms / 4:
+            of_naive_error = float(np.linalg.norm(rounded - of_value) / norm)
+            limit = 4 * max(FROBENIUS[dtype], FROBENIUS[own], 2 * of_naive_error)
+        touched = size > 0  # what nobody sees has gradient 0, no less
+        bound = np.where(touched, 4 * (2 * error + bound) + SMALLEST_SUBNORMAL[own], 0)
+        expected[name] = Expected(of_value, bound, limit)
+    return ExpectedGradients(**expected)
+
+
+_Sizes: TypeAlias = dict[str, Floats]
+
+
+class _GradientSizes(NamedTuple):
+    """What the terms of each gradient add up to if none cancels; by the gradient's name."""
+
+    plain: _Sizes
+    weighted: _Sizes
+    """With each row times its u."""
+    quadrature: _Sizes
+    """The root of the sum of squares: what terms of random signs add up to."""
+    moderate: bool
+    """Whether all scores are small enough for the limit on the Frobenius norm."""
+
+
+def _gradient_sizes(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    dlse: ArrayLike | None,
+    options: dict[str, Any],
+) -> _GradientSizes:
+    dtype = np.asarray(q).dtype.name
+    eps, eps_acc = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[accumulator(dtype)]
+    tiny = SMALLEST_NORMAL[accumulator(dtype)] + SMALLEST_SUBNORMAL[dtype]
+    scores, seen = reference.attention_scores(q, k, v, **options)
+    _, lse = reference.attention(q, k, v, **options)
+    own_q, own_k, own_v, rise, of_lse = (
+        _magnitude(x) for x in (q, k, v, dout, 0 if dlse is None else dlse)
+    )
+    all_k, all_v = own_k, own_v
+    if options.get("enable_gqa"):
+        all_k, all_v = (
+            np.repeat(x, own_q.shape[-3] // x.shape[-3], axis=-3) for x in (own_k, own_v)
+        )
+    with np.errstate(all="ignore"):
+        p = np.where(seen, np.exp(scores - lse[..., None]), 0)
+    p = np.where(seen, np.where(np.isfinite(p), p, 0) + tiny, 0)
+    bias, sinks = options.get("bias"), options.get("sinks")
+    sink = np.asarray(-np.inf if sinks is None else sinks).astype(np.float64)[..., None]
+    with np.errstate(all="ignore"):
+        share = np.where(lse > -np.inf, np.nan_to_num(np.exp(sink - lse)) + tiny, 0)
+    scale = options.get("scale")
+    scale = own_q.shape[-1] ** -0.5 if scale is None else abs(scale)
+
+    def sizes(u: Floats, power: int = 1) -> _Sizes:
+        weights = (p * u[..., None]) ** power
+        products = np.where(seen, rise**power @ (all_v**power).swapaxes(-1, -2), 0)
+        largest = products.max(axis=-1, initial=0) + of_lse**power
+        n = weights * (products + largest[..., None])
+        of_sinks = ((share * u) ** power * largest).sum(axis=-1)
+        sums = {
+            "dq": sum_to(scale**power * n @ all_k**power, own_q.shape),
+            "dk": sum_heads(
+                scale**power * n.swapaxes(-1, -2) @ own_q**power, all_k.shape, own_k.shape
+            ),
+            "dv": sum_heads(weights.swapaxes(-1, -2) @ rise**power, all_v.shape, own_v.shape),
+        }
+        if bias is not None:
+            sums["dbias"] = sum_to(n, np.shape(bias))
+        if sinks is not None:
+            sums["dsinks"] = sum_to(of_sinks, np.shape(sinks))
+        return {name: (x ** (1 / power)).astype(np.float64) for name, x in sums.items()}
+
+    reach = np.maximum(_finite_max(scores), _magnitude(lse))
+    ones = np.ones_like(lse)
+    return _GradientSizes(
+        plain=sizes(ones),
+        weighted=sizes(4 * eps + 4 * eps_acc * (1 + reach)),
+        quadrature=sizes(ones, power=2),
+        moderate=bool(_finite_max(scores, axis=None) <= 30),
+    )
+
+
+def _magnitude(x: ArrayLike) -> Floats:
+    """Return abs(x), 0 where it is not finite."""
+    size = np.abs(np.asarray(x).astype(np.float64))
+    return np.where(np.isfinite(size), size, 0)
+
+
+def assert_gradients_close(
+    grads: Any, expected: ExpectedGradients, *, borders: Sequence[int] = (), hint: str = ""
+) -> None:
+    """Assert that gradients of attention keep the accuracy contract.
+
+    Parameters
+    ----------
+    grads
+        What ``flash_attention_vjp`` returned; a member that is None is not looked at.
+    expected
+        From :func:`expect_gradients`.
+    borders
+        Tile sizes of the engine, to say in the message which of their multiples is near.
+    hint
+        What the message ends with: how to make the inputs again.
+
+    Raises
+    ------
+    AssertionError
+        Says which element is off the most, and by how much.
+    """
+
+    def describe(index: tuple[int, ...]) -> str:
+        return f"Token {near_border(index[-2], borders)}" if len(index) > 1 else ""
+
+    for name, of_name in expected._asdict().items():
+        actual = getattr(grads, name)
+        if actual is not None:
+            if of_name is None:
+                raise AssertionError(f"{name} was returned for an operand that was not given")
+            _assert_close(name, actual, of_name, describe, f"\n{hint}" if hint else "")
 
 
 def expect_softmax(name: str, x: ArrayLike, axis: Any = -1, where: Any = None) -> Expected:

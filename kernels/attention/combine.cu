@@ -2,8 +2,8 @@
 //
 // A part whose lse (or maximum) is -inf is the identity, bit for bit, whatever else it holds; with
 // two parts every operation is commutative. Sums begin at -0, which unlike +0 changes no addend.
-// Grid: blocks of rows, batch entry by batch entry; a row takes a warp (combine) or a thread
-// (combine_states). No dynamic shared memory.
+// Grid: blocks of rows, batch entry by batch entry; a row takes a warp (combine, combine_vjp) or a
+// thread (combine_states). No dynamic shared memory.
 #include "lib/numeric.cuh"
 #include "lib/runtime_dtype.cuh"
 #include "lib/scheduler.cuh"
@@ -42,6 +42,14 @@ struct CombineParameters {
     int64 rows, values;     // of a batch entry; values: columns of out
     BatchedArray out, lse;  // of states: normalizer and maximum, without columns
     Parts parts;
+};
+
+// Cotangents of the result, the two parts that it was merged from, and their gradients.
+struct CombineVjpParameters {
+    BatchAxes batch;
+    int64 rows, values;
+    BatchedArray dout, dlse;  // dlse may be absent
+    ListedParts parts, grads;
 };
 
 // Element (row, column) of one entry of an array of any type.
@@ -150,6 +158,45 @@ __global__ void combine_states(const __grid_constant__ CombineParameters<ListedP
     }
     Element<A>(p.lse, p.batch, entry, at.row, 0).set(m);
     Element<A>(p.out, p.batch, entry, at.row, 0).set(m == -infinity<A>() ? A(0) : sum);
+}
+
+// With the parts' weights w_a and w_b, dout_i = w_i dout and
+// dlse_a = w_a dlse + w_a w_b sum(dout (out_a - out_b)), likewise dlse_b.
+template <typename A>
+__global__ void combine_vjp(const __grid_constant__ CombineVjpParameters p) {
+    __shared__ BatchIndex entry;
+    const CombinedRow at(p.rows, 32);
+    decode_batch(p.batch, at.entry, entry, threadIdx.x);
+    __syncthreads();
+    if (at.row >= p.rows) return;
+
+    auto element = [&](const BatchedArray& array, int64 column) {
+        return Element<A>(array, p.batch, entry, at.row, column);
+    };
+    const A lse_a = element(p.parts.lse[0], 0).get(), lse_b = element(p.parts.lse[1], 0).get();
+    const bool empty_a = lse_a == -infinity<A>(), empty_b = lse_b == -infinity<A>();
+    const A m = maximum_or_nan(lse_a, lse_b);
+    A w_a = empty_a ? A(0) : exponential(lse_a - m), w_b = empty_b ? A(0) : exponential(lse_b - m);
+    const A total = empty_a && empty_b ? A(1) : add(w_a, w_b);
+    w_a /= total;
+    w_b /= total;
+
+    const int lane = threadIdx.x % 32;
+    A between = 0;
+    for (int64 column = lane; column < p.values; column += 32) {
+        const A rise = element(p.dout, column).get();
+        if (!empty_a && !empty_b)
+            between += rise * (element(p.parts.out[0], column).get() -
+                               element(p.parts.out[1], column).get());
+        element(p.grads.out[0], column).set(empty_a ? A(0) : w_a * rise);
+        element(p.grads.out[1], column).set(empty_b ? A(0) : w_b * rise);
+    }
+    for (int bit = 1; bit < 32; bit *= 2) between += __shfl_xor_sync(kFullWarp, between, bit);
+    if (lane > 0) return;
+    between *= w_a * w_b;
+    const A dlse = p.dlse.data ? element(p.dlse, 0).get() : A(0);
+    element(p.grads.lse[0], 0).set(empty_a ? A(0) : w_a * dlse + between);
+    element(p.grads.lse[1], 0).set(empty_b ? A(0) : w_b * dlse - between);
 }
 
 }  // namespace cuflash

@@ -6,6 +6,10 @@
 //   1. the block walks over its keys again with `finite_or_zero` applied to values as they are
 //      loaded: the same operations in the same order as if 0 stood there, hence the same bits;
 //   2. `add_nonfinite` puts back, in each such row, what the row does see: w * NaN, w * inf.
+//
+// Gradients take weights of both signs, and sums over rows as well as over keys. There the second
+// walk leaves out, weight by weight, what is not seen: kernels write kUnseen, which no weight of a
+// seen pair is, and `is_unseen` tells it in `add_weighted_rows`.
 #pragma once
 
 #include "lib/numeric.cuh"
@@ -21,6 +25,15 @@ __device__ __forceinline__ bool is_finite(A x) {
 template <typename A>
 __device__ __forceinline__ A finite_or_zero(A x) {
     return is_finite(x) ? x : A(0);
+}
+
+// The weight of an unseen pair: as good as 0 in a sum of finite numbers, which begins at +0.
+template <typename A>
+constexpr A kUnseen = A(-0.0);
+
+template <typename A>
+__device__ __forceinline__ bool is_unseen(A weight) {
+    return weight == A(0) && A(1) / weight < A(0);
 }
 
 // Overwrites the columns of one finished row of the output in which the row sees a non-finite

@@ -92,7 +92,10 @@ struct KeyRange {
     __device__ __forceinline__ bool has(int64 key) const { return key >= first && key <= last; }
 };
 
-// The key tiles begin..end - 1 that a block walks over.
+// The same of rows.
+using RowRange = KeyRange;
+
+// The tiles, of keys or of rows, begin..end - 1 that a block walks over.
 struct TileRange {
     int64 begin, end;
 

@@ -6,6 +6,7 @@
 //   score(dot, row, key)   the score of a pair in that range, -inf if the mask hides it
 //   sees(row, key)         whether the mask lets a pair of that range see each other
 //   change_row(s, pairs)   the same as score, for a thread's dot products of one row
+//   with_slope(dot, ...)   score, and its derivative with respect to the scaled dot product
 // `Score<A, kRanged, Steps...>` is made of steps, functors that are applied in order. A new option
 // is a new step; the kernels' loops do not change. A step that is absent from a call is switched
 // off by its own parameters, so that three instantiations serve all calls: PlainScore, RangedScore
@@ -74,6 +75,7 @@ __device__ __forceinline__ void change_each(A (&s)[kCount], ColumnOf column_of, 
 // Lengths and position of one sequence. Values that come from device memory were checked by nobody:
 // lengths are clamped to the sequence.
 struct EntryBounds {
+    int64 first;    // row 0 of the sequence
     int64 queries;  // the first row that is not used
     int64 keys;     // used keys
     int64 offset;   // position of row 0 among the keys
@@ -81,6 +83,7 @@ struct EntryBounds {
 
     __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes& axes,
                                          const BatchIndex& index, const Segment& segment) {
+        first = segment.start;
         left = p.left;
         right = p.right;
         const int64 rows = clamp(read(p.query_lengths, axes, index), 0, segment.rows);
@@ -96,6 +99,14 @@ struct EntryBounds {
         if (row >= queries) return {0, -1};
         int64 position = row + offset;
         return {max(position - left, 0LL), min(position + right, keys - 1)};
+    }
+
+    // The rows that see one of the keys begin..end - 1 or more, counted from the sequence's first.
+    __device__ __forceinline__ RowRange rows_that_see(int64 begin, int64 end) const {
+        end = min(end, keys);
+        if (begin >= end) return {0, -1};
+        const int64 shift = offset + first;  // the position of the first row
+        return {max(begin - right - shift, 0LL), min(end - 1 + left - shift, queries - first - 1)};
     }
 
   private:
@@ -118,7 +129,13 @@ __device__ __forceinline__ A read_entry(const BatchedArray& x, const BatchAxes& 
 //
 // `step(s, pair)` is the score of one pair in range after the step. `change_row` does the same for
 // a row's pairs, of which column 0 lies `distance` from the query's position; out of range it may
-// give anything, but reads nothing.
+// give anything, but reads nothing. `derivative(s)` is that of the step at s.
+
+// Steps that add something to the score, or hide the pair.
+template <typename A>
+struct Shift {
+    __device__ __forceinline__ A derivative(A) const { return A(1); }
+};
 
 // Steps that hide no pair.
 struct Transparent {
@@ -139,6 +156,11 @@ struct Softcap : Transparent {
         if (cap == A(0) || fabs(s) < cap * linear(cap)) return s;
         return cap * hyperbolic_tangent(s / cap);
     }
+    __device__ __forceinline__ A derivative(A s) const {
+        if (cap == A(0)) return A(1);
+        const A t = hyperbolic_tangent(s / cap);
+        return (A(1) - t) * (A(1) + t);
+    }
     template <int kCount, typename ColumnOf>
     __device__ __forceinline__ void change_row(A (&s)[kCount], const RowPairs&, int64,
                                                ColumnOf column_of) const {
@@ -157,7 +179,7 @@ constexpr double kLargestFloat = 3.4028234663852886e38;
 
 // A matrix of a type of its own, added in the wider of that type and A.
 template <typename A>
-struct Bias : Transparent {
+struct Bias : Transparent, Shift<A> {
     const void* data;
     int64 start, row_stride, column_stride;
     int type;
@@ -217,7 +239,7 @@ struct Bias : Transparent {
 };
 
 template <typename A>
-struct Alibi : Transparent {
+struct Alibi : Transparent, Shift<A> {
     A slope;
 
     __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes& axes,
@@ -246,7 +268,7 @@ struct Alibi : Transparent {
 };
 
 template <typename A>
-struct Mask {
+struct Mask : Shift<A> {
     Matrix<const unsigned char> matrix;
 
     __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes& axes,
@@ -273,6 +295,11 @@ struct Mask {
 };
 
 // ---------------------------------------------------------------------------------- pipeline
+
+template <typename A>
+struct ScoreAndSlope {
+    A score, slope;
+};
 
 template <typename A, bool kRanged, typename... Steps>
 struct Score : private Steps... {
@@ -320,6 +347,15 @@ struct Score : private Steps... {
         const Pair at = pair(row, key);
         ((s = static_cast<const Steps&>(*this)(s, at)), ...);
         return s;
+    }
+
+    __device__ __forceinline__ ScoreAndSlope<A> with_slope(A dot, int64 row, int64 key) const {
+        ScoreAndSlope<A> x{dot * scale, A(1)};
+        const Pair at = pair(row, key);
+        ((x.slope *= static_cast<const Steps&>(*this).derivative(x.score),
+          x.score = static_cast<const Steps&>(*this)(x.score, at)),
+         ...);
+        return x;
     }
 
     // Turns dot products with the keys in columns `column_of(j)` into scores; out of range they are

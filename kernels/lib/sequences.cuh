@@ -57,6 +57,11 @@ struct Segment {
         return {row, end_row, end_row - row, key, end_key - key, low};
     }
 
+    // The same with rows and keys in each other's place: to find a segment by a tile of its keys.
+    __device__ __forceinline__ Segment transposed() const {
+        return {first_key, first_key + keys, keys, start, rows, index};
+    }
+
   private:
     static __device__ __forceinline__ int64 read(const SequenceEnds& ends, int64 index, int64 low,
                                                  int64 high) {

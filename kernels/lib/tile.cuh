@@ -128,8 +128,10 @@ __device__ __forceinline__ void add_inner_products(A (&sum)[kRows][kColumns], co
 }
 
 // sum[i][.] += weights[row i] @ values over `depth` rows of values, rounded up to a vector. The
-// thread's own columns are whole vectors, 8 vectors apart.
-template <int kWeightStride, int kValueStride, int kRows, int kOwn, typename A>
+// thread's own columns are whole vectors, 8 vectors apart. With kSeenOnly, values do not enter the
+// sum at all where their weight is kUnseen.
+template <int kWeightStride, int kValueStride, bool kSeenOnly = false, int kRows, int kOwn,
+          typename A>
 __device__ __forceinline__ void add_weighted_rows(A (&sum)[kRows][kOwn], const A* weights,
                                                   const A* values, int depth) {
     constexpr int kWide = kVector<A>;
@@ -150,7 +152,8 @@ __device__ __forceinline__ void add_weighted_rows(A (&sum)[kRows][kOwn], const A
                 for (int i = 0; i < kRows; ++i)
 #pragma unroll
                     for (int c = 0; c < kWide; ++c)
-                        sum[i][g + c] += left[i].element[e] * right.element[c];
+                        if (!kSeenOnly || !is_unseen(left[i].element[e]))
+                            sum[i][g + c] += left[i].element[e] * right.element[c];
             }
         }
     }

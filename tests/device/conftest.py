@@ -26,6 +26,7 @@ def kernels() -> None:
     They also go to CuPy's cache on disk, where the processes that tests start find them.
     """
     from cuflash.device.attention_plans import attention_kernels
+    from cuflash.device.attention_vjp_plans import attention_vjp_kernels
     from cuflash.device.compiler import warm
     from cuflash.device.executor import device_limits
     from cuflash.device.plans import softmax_kernels
@@ -36,7 +37,7 @@ def kernels() -> None:
     names = [
         name
         for dtype in FLOATS
-        for name in attention_kernels(dtype)
+        for name in (*attention_kernels(dtype), *attention_vjp_kernels(dtype))
         if _CAPABLE.get(name.source, bool)(int(limits.compute_capability))
     ]
     for dtype in FLOATS:

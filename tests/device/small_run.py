@@ -39,9 +39,13 @@ for dtype in (np.float64, np.float32, ml_dtypes.bfloat16):
         "key_lengths": cupy.asarray([5, 70]),
     }
     out, lse = cuflash.flash_attention(q, k, v, return_lse=True, **options)
+    cuflash.flash_attention_vjp(out, q, k, v, out, lse, dlse=lse, **options)
+    cuflash.flash_attention_vjp(out, q[:, :, :30], k[0, :, :30], v[0], out, lse, causal=True)
     v[0, 60] = np.nan
     cuflash.flash_attention(q, k, v, **options)
+    cuflash.flash_attention_vjp(out, q, k, v, out, lse, **options)
     cuflash.merge_attention(out, lse, out, lse)
+    cuflash.merge_attention_vjp(out, lse, out, lse, out, lse)
 cuflash.softmax(normal(270, 8196))  # the last rows prefetch none
 for columns in (100, 600):
     x = normal(columns, 64)

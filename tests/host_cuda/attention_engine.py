@@ -2,7 +2,8 @@
 
 Run as a program, it makes a few small calls in kernels built with AddressSanitizer, whose library
 must be loaded before the interpreter's:
-``LD_PRELOAD=... python -m tests.host_cuda.attention_engine [FILE OLD NEW]``.
+``LD_PRELOAD=... python -m tests.host_cuda.attention_engine WHICH [FILE OLD NEW]``,
+WHICH being forward or gradients.
 """
 
 import sys
@@ -12,12 +13,21 @@ from unittest import mock
 import numpy as np
 
 import cuflash
-from cuflash import engine, host
+from cuflash import engine, host, reference
 from cuflash.device.attention import compute, respecified
 from cuflash.device.attention_plans import attention_methods, workspace_bytes
-from cuflash.device.online import merge
+from cuflash.device.attention_vjp import compute as compute_vjp
+from cuflash.device.attention_vjp import with_copies
+from cuflash.device.attention_vjp_plans import vjp_workspace_bytes
+from cuflash.device.online import merge, merge_vjp
 from cuflash.problem import AttentionArrays, AttentionProblem
-from cuflash.testing.bounds import assert_attention_close, expect_attention
+from cuflash.problem_vjp import AttentionGrads
+from cuflash.testing.bounds import (
+    assert_attention_close,
+    assert_gradients_close,
+    expect_attention,
+    expect_gradients,
+)
 from tests.host_cuda.builder import Edit
 from tests.host_cuda.engine import HostExecutor
 
@@ -47,8 +57,33 @@ class HostCudaAttention:
         problem = respecified(problem, arrays, sources)
         assert compute(problem, sources, out, lse, workspace, self.executor)
 
+    def attention_vjp_methods(self, problem):
+        return ("simt",)
+
+    def attention_vjp_workspace(self, problem):
+        return vjp_workspace_bytes(problem.forward)
+
+    def attention_vjp(self, problem, arrays, results, grads, workspace):
+        sources, read, written = (
+            type(given)(
+                *(
+                    np.require(x, requirements="A") if isinstance(x, np.ndarray) else x
+                    for x in given
+                )
+            )
+            for given in (arrays, results, grads)
+        )
+        problem = with_copies(problem, (arrays, sources), read, written)
+        assert compute_vjp(problem, sources, read, written, workspace, self.executor)
+        for source, target in zip(written, grads, strict=True):
+            if source is not target:
+                target[...] = source
+
     def merge_attention(self, parts, out, lse):
         merge(parts, (out, lse), self.executor)
+
+    def merge_attention_vjp(self, cotangents, parts, grads):
+        merge_vjp(cotangents, parts, grads, self.executor)
 
     def merge_softmax(self, parts, maximum, normalizer):
         def full(x):
@@ -77,6 +112,28 @@ def check_bounds(**options):
             check_wild_ends(emulated, q, k, v)
 
 
+def check_bounds_of_gradients(**options):
+    """Pull back through tiles that end in every axis, each array being of exactly its bytes."""
+    rng = np.random.default_rng(0)
+    emulated = HostCudaAttention(**options)
+    with mock.patch.object(engine, "load", lambda name: emulated):
+        q, k, v, dout = (
+            np.array(rng.normal(size=(2, *s)), np.float32)
+            for s in ((67, 67), (70, 67), (70, 70), (67, 70))
+        )
+        k[:, -1] = np.nan
+        bounds = {"causal": True, "key_lengths": np.array([69, 68])}
+        whole = {"bias": rng.normal(size=(67, 70)), "sinks": rng.normal(size=2)}
+        for more in (bounds, bounds | whole):
+            out, lse = reference.attention(q, k, v, **more)
+            out, lse = out.astype(np.float32), lse.astype(np.float32)
+            grads = {name: np.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+            grads |= {f"d{name}": np.empty_like(whole[name]) for name in whole if name in more}
+            grads = AttentionGrads(**grads)
+            cuflash.flash_attention_vjp(dout, q, k, v, out, lse, grads=grads, **more)
+            assert_gradients_close(grads, expect_gradients(dout, q, k, v, **more))
+
+
 def check_wild_ends(emulated, q, k, v):
     """Attend with ends of sequences that are none, each array being of exactly its bytes."""
     far = 2**62
@@ -91,4 +148,6 @@ def check_wild_ends(emulated, q, k, v):
 
 
 if __name__ == "__main__":
-    check_bounds(sanitize=True, edits=[Edit(*sys.argv[1:])] if sys.argv[1:] else [])
+    planted = [Edit(*sys.argv[2:])] if sys.argv[2:] else []
+    checks = {"forward": check_bounds, "gradients": check_bounds_of_gradients}
+    checks[sys.argv[1]](sanitize=True, edits=planted)

@@ -19,6 +19,8 @@ from cuflash.device.parameters import (
     ATTENTION_PARAMETERS,
     COMBINE_EVEN,
     COMBINE_LISTED,
+    COMBINE_VJP,
+    VJP_PARAMETERS,
     BatchPlan,
 )
 from cuflash.problem import ArraySpec, AttentionArrays, AttentionProblem
@@ -356,6 +358,8 @@ def test_lengths_that_nobody_checked_are_clamped(monkeypatch):
         ("attention/parameters.cuh", ATTENTION_PARAMETERS),
         ("attention/combine.cu", COMBINE_LISTED),
         ("attention/combine.cu", COMBINE_EVEN),
+        ("attention/combine.cu", COMBINE_VJP),
+        ("attention/backward.cuh", VJP_PARAMETERS),
     ],
 )
 def test_parameter_blocks_are_the_same_in_both_languages(source, block):
@@ -412,8 +416,8 @@ def test_planted_fault_is_found(fault):
         three_laws(edits=(FAULTS[fault],))
 
 
-def sanitized(*fault):
-    """Run the small calls under AddressSanitizer, in a process that has loaded it first."""
+def sanitized(which, *fault):
+    """Run the small calls, `which` they are, under AddressSanitizer in a process of its own."""
     library = subprocess.run(
         [builder.COMPILER, "-print-file-name=libasan.so"],
         capture_output=True,
@@ -423,7 +427,7 @@ def sanitized(*fault):
     # Python's own blocks never go back to malloc before it ends: not leaks.
     environment = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0"}
     return subprocess.run(
-        [sys.executable, "-m", "tests.host_cuda.attention_engine", *fault],
+        [sys.executable, "-m", "tests.host_cuda.attention_engine", which, *fault],
         cwd=builder.HERE.parent.parent,
         env=os.environ | environment,
         capture_output=True,
@@ -432,7 +436,7 @@ def sanitized(*fault):
 
 
 def test_no_access_out_of_bounds():
-    run = sanitized()
+    run = sanitized("forward")
     assert run.returncode == 0, run.stderr
 
 
@@ -449,7 +453,7 @@ def test_no_access_out_of_bounds():
     ids=["rows past the end written", "keys past the end read"],
 )
 def test_an_access_out_of_bounds_is_found(fault):
-    run = sanitized(*fault)
+    run = sanitized("forward", *fault)
     assert run.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in run.stderr
 

@@ -14,6 +14,7 @@ pytest.importorskip("cupy", reason="kernels are compiled through CuPy")
 
 from cuflash.device.attention_plans import SIMT_TILES, attention_kernels
 from cuflash.device.attention_plans_mma import MMA_TILES
+from cuflash.device.attention_vjp_plans import VJP_TILES, attention_vjp_kernels
 from cuflash.device.compiler import compile_only
 from cuflash.problem import BFLOAT16, FLOATS, accumulator
 
@@ -37,7 +38,7 @@ def programs():
     """Yield (dtype, architecture, source, expressions): what is compiled together."""
     for architecture in ARCHITECTURES:
         for dtype in FLOATS:
-            for source, expression in attention_kernels(dtype):
+            for source, expression in (*attention_kernels(dtype), *attention_vjp_kernels(dtype)):
                 if is_compiled(dtype, architecture, expression):
                     yield dtype.name, architecture, source, expression
 
@@ -61,12 +62,15 @@ def is_compiled(dtype, architecture, expression):
         if home:
             return dtype.name == "bfloat16" or covers
         return covers and dtype.name == "bfloat16" and "RangedScore" in expression
-    tile = next(
-        choice.tile
-        for choice in SIMT_TILES
-        if choice.accumulator == accumulator(dtype).name and choice.values == 64
-    )
-    covers = "FullScore" in expression and tile.expression in expression
+    acc = accumulator(dtype).name
+    if "backward" in expression:
+        # Seconds each, too.
+        tile = [choice.tile for choice in VJP_TILES if choice.accumulator == acc][-1]
+        covers = tile.expression in expression and "keys" in expression and "Full" in expression
+        home &= dtype.name != "float16" or covers
+    else:
+        tile = next(x.tile for x in SIMT_TILES if x.accumulator == acc and x.values == 64)
+        covers = "FullScore" in expression and tile.expression in expression
     return home or (covers and dtype.name in COVERING_DTYPES)
 
 
@@ -94,18 +98,25 @@ def test_compiles_without_spills(program, reports):
     elif architecture == HOME[dtype]:
         allowed = 0 if "forward_mma" in expression else MOST_SPILLED[dtype]
         assert max(report.spill_stores, report.spill_loads) <= allowed, report
+        # What is in registers is all that a thread has: no array of scores of its own.
+        assert report.stack <= 2 * allowed, report
 
 
 def test_every_variant_is_compiled_once():
     compiled = {(p[0], p[3]) for p in PROGRAMS if p[1] == HOME[p[0]] or "forward_wgmma" in p[3]}
-    wanted = {(d.name, k.expression) for d in FLOATS for k in attention_kernels(d)}
+    wanted = {
+        (dtype.name, kernel.expression)
+        for dtype in FLOATS
+        for kernel in (*attention_kernels(dtype), *attention_vjp_kernels(dtype))
+    }
     missing = wanted - compiled
     assert compiled <= wanted
     # What float16 leaves out here is compiled for bfloat16.
     assert {(d, e.replace("__half", "__nv_bfloat16")) for d, e in missing} <= {
         ("float16", expression) for dtype, expression in compiled if dtype == "bfloat16"
     }
-    assert len(list(attention_kernels(np.dtype(np.float32)))) == 5 * 3 + 3
+    assert len(list(attention_kernels(np.dtype(np.float32)))) == 5 * 3 + 4
+    assert len(list(attention_vjp_kernels(np.dtype(np.float32)))) == 2 * (2 * 3 + 1) + 2
     tensor_cores = [k for k in attention_kernels(BFLOAT16) if "forward_mma" in k.expression]
     assert len(tensor_cores) == sum(7 if choice.steps else 2 for choice in MMA_TILES)
     assert len([k for k in attention_kernels(BFLOAT16) if "forward_wgmma" in k.expression]) == 4 * 2
