@@ -41,6 +41,9 @@ TEXT_SOURCE = "William Shakespeare, sonnets 18, 29, 30, 55, 60, 73, 116 and 130 
 TARGET = 0.3
 REPORTED = 10
 
+#: Products this small gain little from more threads, and lose much where cores are shared.
+one_blas_thread = ThreadpoolController().wrap(limits=1, user_api="blas")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -318,6 +321,7 @@ class Model(Chain):
         index = {character: i for i, character in enumerate(self.vocabulary)}
         return np.array([index[character] for character in text])
 
+    @one_blas_thread
     def backpropagate(self, ids: Any, following: Any) -> float:
         """Return the loss, and add its gradients to the parameters'.
 
@@ -330,6 +334,12 @@ class Model(Chain):
         self.vjp(cuflash.log_softmax_vjp(-hot, log_p), saved)
         return -float((hot * log_p).sum())
 
+    @one_blas_thread
+    def probabilities(self, ids: Sequence[int], temperature: float = 1) -> np.ndarray:
+        """Return those of the character that follows, float64 on the host."""
+        scores, _ = self(self.xp.asarray([ids]))
+        return to_numpy(cuflash.softmax(scores[0, -1].astype(np.float64) / temperature))
+
     def sample(
         self, start: str, count: int, *, seed: int = 0, temperature: float = 0.5
     ) -> Iterator[str]:
@@ -339,9 +349,7 @@ class Model(Chain):
         """
         rng, ids = np.random.default_rng(seed), self.encode(start).tolist()
         for _ in range(count):
-            scores, _ = self(self.xp.asarray([ids[-self.config.context :]]))
-            last = scores[0, -1].astype(np.float64)  # rng wants probabilities that sum to 1
-            probabilities = to_numpy(cuflash.softmax(last / temperature))
+            probabilities = self.probabilities(ids[-self.config.context :], temperature)
             ids.append(int(rng.choice(len(self.vocabulary), p=probabilities)))
             yield self.vocabulary[ids[-1]]
 
@@ -378,14 +386,12 @@ def train(model: Model, text: str, steps: int, seed: int = 0) -> Iterator[float]
     """Train on windows of the text at random places; yield each step's loss."""
     config, rng = model.config, np.random.default_rng(seed)
     windows = np.lib.stride_tricks.sliding_window_view(model.encode(text), config.context + 1)
-    adam, threads = Adam(model.parameters), ThreadpoolController()
+    adam = Adam(model.parameters)
     for step in range(steps):
         batch = model.xp.asarray(windows[rng.integers(len(windows), size=config.batch)])
-        # Products this small gain little from more threads, and lose much where cores are shared.
-        with threads.limit(limits=1, user_api="blas"):
-            loss = model.backpropagate(batch[:, :-1], batch[:, 1:])
-            # The rate rises at first, while Adam knows little, and falls to 0 at the end.
-            adam.step(config.rate * min(1, (step + 1) / 20) * (1 - step / steps))
+        loss = model.backpropagate(batch[:, :-1], batch[:, 1:])
+        # The rate rises at first, while Adam knows little, and falls to 0 at the end.
+        adam.step(config.rate * min(1, (step + 1) / 20) * (1 - step / steps))
         yield loss
 
 
