@@ -86,6 +86,7 @@ def gradients(q, k, v, *, dout=None, given=None, **options):
 #: One problem for each tile.
 SHAPES = {
     "32": (70, 90, 32, 31),
+    "64": (70, 90, 64, 40),
     "chunks of features, more of v": (70, 90, 65, 131),
 }
 

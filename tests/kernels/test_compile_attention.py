@@ -116,7 +116,7 @@ def test_every_variant_is_compiled_once():
         ("float16", expression) for dtype, expression in compiled if dtype == "bfloat16"
     }
     assert len(list(attention_kernels(np.dtype(np.float32)))) == 5 * 3 + 4
-    assert len(list(attention_vjp_kernels(np.dtype(np.float32)))) == 2 * (2 * 3 + 1) + 2
+    assert len(list(attention_vjp_kernels(np.dtype(np.float32)))) == 3 * (2 * 3 + 1) + 2
     tensor_cores = [k for k in attention_kernels(BFLOAT16) if "forward_mma" in k.expression]
     assert len(tensor_cores) == sum(7 if choice.steps else 2 for choice in MMA_TILES)
     assert len([k for k in attention_kernels(BFLOAT16) if "forward_wgmma" in k.expression]) == 4 * 2
