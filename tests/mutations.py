@@ -30,6 +30,9 @@ STATE = "kernels/lib/online_softmax.cuh"
 
 HOST_LAWS = "tests/host/test_attention_properties.py::test_small_tiles"
 HOST_VJP_LAWS = "tests/host/test_attention_vjp_properties.py::test_small_tiles"
+HOST_VJP_MEMORY = (
+    "tests/host/test_attention_vjp.py::test_peak_memory_is_linear_in_the_number_of_tokens[1]"
+)
 HOST_CASE = "tests/host/test_cases.py::test_case"
 HOST_LENGTHS = "tests/host/test_softmax.py::test_each_method_is_exact_at_every_length"
 CUDA_VJP_TILES = "tests/host_cuda/test_attention_vjp.py::test_nothing_planted"
@@ -128,6 +131,13 @@ MUTATIONS = [
         "tests/host/test_attention_properties.py::test_parts_merge_to_the_whole",
     ),
     # --------------------------------------------------------- gradients, NumPy engine
+    Mutation(
+        "scores stored for the backward",
+        HOST_VJP,
+        "    del workspace\n    sums = {",
+        "    stored = np.ones((problem.forward.tq, problem.forward.tk))\n    sums = {",
+        HOST_VJP_MEMORY,
+    ),
     Mutation(
         "the cotangent of lse left out",
         HOST_VJP,
