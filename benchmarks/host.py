@@ -68,6 +68,7 @@ QUICK = Effort(
 def measure(effort: Effort) -> Iterator[tuple[str, list[rows.Row]]]:
     """Yield the rows of one subject after the other, with its title."""
     yield "Attention, long", long_attention(effort)
+    yield "Attention, gradients", gradients(effort)
     yield "Attention, memory beyond inputs and outputs", attention_memory(effort)
     yield (
         "Attention, short and many heads",
@@ -116,6 +117,28 @@ def attention(effort: Effort, shape: AttentionShape, peers: Sequence[Peer]) -> l
     competitors["cuflash"] = [ours(*x, causal=shape.causal) for x in inputs]
     result = compare(competitors, rounds=effort.rounds, window=effort.window)
     return [attention_row(shape, result, "cuflash", peer.name) for peer in peers]
+
+
+def gradients(effort: Effort) -> list[rows.Row]:
+    """Measure gradients against the forward; their speed over it is below 1."""
+    found: list[rows.Row] = []
+    for causal in (False, True):
+        shape = replace(effort.attention, causal=causal)
+        inputs = shape.inputs(SETS)
+        competitors = {
+            "backward": [backward(*x, causal=causal) for x in inputs],
+            "forward": [ours(*x, causal=causal) for x in inputs],
+        }
+        result = compare(competitors, rounds=effort.rounds, window=effort.window)
+        work = problems.attention_flops(shape, backward=True) / 1e9
+        found.append({**describe(shape), **timing(result, "backward", "forward", work, "GFLOP/s")})
+    return found
+
+
+def backward(q: Any, k: Any, v: Any, *, causal: bool = False) -> Callable[[], Any]:
+    """Return the call for the gradients of attention; v stands in for the cotangent."""
+    out, lse = cuflash.flash_attention(q, k, v, causal=causal, return_lse=True)
+    return lambda: cuflash.flash_attention_vjp(v, q, k, v, out, lse, causal=causal)
 
 
 def ours(q: Any, k: Any, v: Any, *, causal: bool = False) -> Callable[[], Any]:

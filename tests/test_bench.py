@@ -258,6 +258,10 @@ def test_host_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         found = list(csv.DictReader(file))
     assert {row["method"] for row in found} == {"tiled", "auto", "naive", "fused", "online"}
     timed = [row for row in found if row["speedup"]]
+    assert [row["peer"] for row in timed if row["subject"] == "Attention, gradients"] == [
+        "forward",
+        "forward",
+    ]
     assert all(float(row["lower"]) <= float(row["speedup"]) <= float(row["upper"]) for row in timed)
     memory = [row for row in found if row["extra MiB"]]
     assert [int(row["T"]) for row in memory] == [8, 16]
