@@ -220,8 +220,8 @@ MUTATIONS = [
     Mutation(
         "kernel: float16 sums kept in float16",
         SIMT,
-        "state[i].l += w;",
-        "state[i].l = widen(narrow<T>(state[i].l + w));",
+        "state[i].l += sum;",
+        "state[i].l = widen(narrow<T>(state[i].l + sum));",
         f"{CUDA_LAWS}[matches_oracle]",
     ),
     Mutation(

@@ -209,12 +209,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 const A factor = state[i].raise(top);
 #pragma unroll
                 for (int c = 0; c < kOwnValues; ++c) out[i][c] *= factor;
+                A sum = 0;  // of the tile first, as in add_weighted_rows
 #pragma unroll
                 for (int j = 0; j < kColumns; ++j) {
                     const A w = weight(s[i][j] - state[i].reference());
-                    state[i].l += w;
+                    sum += w;
                     own_weights[Tile::weight_at(i, j, lane)] = w;
                 }
+                state[i].l += sum;
             }
             __syncwarp();  // the lanes of a row read each other's weights
             add_weighted_rows<Tile::kWeightStride, Tile::kValues>(

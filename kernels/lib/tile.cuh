@@ -130,32 +130,44 @@ __device__ __forceinline__ void add_inner_products(A (&sum)[kRows][kColumns], co
 // sum[i][.] += weights[row i] @ values over `depth` rows of values, rounded up to a vector. The
 // thread's own columns are whole vectors, 8 vectors apart. With kSeenOnly, values do not enter the
 // sum at all where their weight is kUnseen.
+//
+// The products of a tile are summed before they join the sum: the error of n equal terms added one
+// by one grows like n, and would break what is promised of long rows with equal weights.
 template <int kWeightStride, int kValueStride, bool kSeenOnly = false, int kRows, int kOwn,
           typename A>
 __device__ __forceinline__ void add_weighted_rows(A (&sum)[kRows][kOwn], const A* weights,
                                                   const A* values, int depth) {
     constexpr int kWide = kVector<A>;
     static_assert(kOwn % kWide == 0, "a thread owns whole vectors");
+    constexpr int kPass = kOwn < 8 ? kOwn : 8;  // columns at a time: more would spill
+#pragma unroll
+    for (int first = 0; first < kOwn; first += kPass) {
+        A block[kRows][kPass] = {};
 #pragma unroll 2
-    for (int start = 0; start < depth; start += kWide) {
-        Vector<A> left[kRows];
+        for (int start = 0; start < depth; start += kWide) {
+            Vector<A> left[kRows];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i)
-            left[i] = read_vector(weights + kLaneRows * i * kWeightStride + start);
+            for (int i = 0; i < kRows; ++i)
+                left[i] = read_vector(weights + kLaneRows * i * kWeightStride + start);
 #pragma unroll
-        for (int e = 0; e < kWide; ++e) {
+            for (int e = 0; e < kWide; ++e) {
 #pragma unroll
-            for (int g = 0; g < kOwn; g += kWide) {
-                Vector<A> right =
-                    read_vector(values + (start + e) * kValueStride + kLaneColumns * g);
+                for (int g = 0; g < kPass; g += kWide) {
+                    Vector<A> right = read_vector(values + (start + e) * kValueStride +
+                                                  kLaneColumns * (first + g));
 #pragma unroll
-                for (int i = 0; i < kRows; ++i)
+                    for (int i = 0; i < kRows; ++i)
 #pragma unroll
-                    for (int c = 0; c < kWide; ++c)
-                        if (!kSeenOnly || !is_unseen(left[i].element[e]))
-                            sum[i][g + c] += left[i].element[e] * right.element[c];
+                        for (int c = 0; c < kWide; ++c)
+                            if (!kSeenOnly || !is_unseen(left[i].element[e]))
+                                block[i][g + c] += left[i].element[e] * right.element[c];
+                }
             }
         }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+            for (int c = 0; c < kPass; ++c) sum[i][first + c] += block[i][c];
     }
 }
 

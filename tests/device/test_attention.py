@@ -359,3 +359,13 @@ def test_results_lie_where_the_operands_do():
     assert {x.device.id for x in results} == {last}
     for result, wanted in zip(results, expected, strict=True):
         np.testing.assert_array_equal(cupy.asnumpy(result), cupy.asnumpy(wanted))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_equal_weights_of_many_keys(dtype):
+    """Terms that are all alike, added one by one, would err in one direction: like their number."""
+    q, k = np.ones((40, 64), dtype), np.ones((65536, 64), dtype)
+    v = np.full((65536, 64), 1.1, dtype)
+    out, lse = attend("simt", num_splits=1)(q, k, v, return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v))
+    assert np.abs(out / v[0] - 1).max() < 2e-5 * np.finfo(dtype).eps / np.finfo(np.float32).eps

@@ -69,6 +69,17 @@ def normal(seed, *shape, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("tq", "d"), [(4, 64), (40, 128)])
+def test_equal_weights_of_many_keys(tq, d, dtype):
+    """Terms that are all alike, added one by one, would err in one direction: like their number."""
+    q, k = np.ones((tq, d), dtype), np.ones((4096, d), dtype)
+    v = np.full((4096, d), 1.1, dtype)
+    out, lse = on_host_cuda(cuflash.flash_attention)(q, k, v, num_splits=1, return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v))
+    assert np.abs(out / v[0] - 1).max() < 2e-6 * np.finfo(dtype).eps / np.finfo(np.float32).eps
+
+
 @pytest.mark.parametrize("law", ATTENTION_PROPERTIES)
 def test_property(law):
     @settings(max_examples=max(1, settings().max_examples // 2))
