@@ -17,6 +17,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ..problem import ArraySpec, AttentionProblem, accumulator
+from .attention_plans_combine import combine_kernels, even_block, even_launch
+from .attention_plans_decode import (
+    DecodeTile,
+    Packing,
+    decode_mma,
+    decode_splits,
+    decode_tile,
+    packing,
+)
 from .attention_plans_mma import (
     MmaTile,
     forward_mma,
@@ -44,8 +53,6 @@ from .parameters import (
     ATTENTION_PARAMETERS,
     BATCH_AXES,
     COMBINE_EVEN,
-    COMBINE_LISTED,
-    FLOAT_TYPES,
     INTEGER_TYPES,
     UNLIMITED,
     BatchPlan,
@@ -192,7 +199,7 @@ def simt_tile(problem: AttentionProblem, limits: DeviceLimits) -> SimtTile:
     )
 
 
-Tile = SimtTile | MmaTile | WgmmaTile
+Tile = SimtTile | MmaTile | DecodeTile | WgmmaTile
 _SCORES = ("PlainScore", "RangedScore", "FullScore")
 
 
@@ -213,10 +220,6 @@ def _forward_simt(dtype: np.dtype, score: str, tile: SimtTile) -> KernelName:
     )
 
 
-def _combine(kernel: str) -> KernelName:
-    return KernelName("attention/combine.cu", f"cuflash::{kernel}")
-
-
 def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     """Yield every kernel that a plan for q, k, v of this dtype, or a merge of them, can launch."""
     acc = accumulator(dtype)
@@ -225,9 +228,7 @@ def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
             yield _forward_simt(dtype, score, choice.tile)
     yield from mma_kernels(dtype)
     yield from wgmma_kernels(dtype)
-    for parts in ("ListedParts", "EvenParts"):
-        yield _combine(f"combine<{C_TYPES[acc.name]}, cuflash::{parts}>")
-    yield _combine(f"combine_states<{C_TYPES[acc.name]}>")
+    yield from combine_kernels(dtype)
 
 
 def attention_methods(problem: AttentionProblem, limits: DeviceLimits) -> tuple[str, ...]:
@@ -245,6 +246,12 @@ class _Forward(NamedTuple):
     threads: int
     shared_bytes: int
     queries_stay: bool
+    packing: Packing = Packing()
+
+    def row_tiles(self, problem: AttentionProblem) -> int:
+        """Return the tiles of rows of a batch entry or group."""
+        queries = self.tile.queries // self.packing.members
+        return -(-problem.tq // queries) * self.packing.tiles
 
 
 @lru_cache(maxsize=4096)
@@ -261,6 +268,11 @@ def _forward(problem: AttentionProblem, limits: DeviceLimits) -> _Forward:
         return _Forward(method, wgmma, kernel, wgmma.threads, wgmma.shared_bytes, True)
     if method == "mma":
         score = mma_score(problem, score)
+        decode = decode_tile(problem, limits)
+        if decode is not None:
+            kernel = decode_mma(problem.dtype, score, decode)
+            threads, packed = 32 * decode.warps, packing(problem)
+            return _Forward(method, decode, kernel, threads, decode.shared_bytes, True, packed)
         mma = mma_tile(problem, score, limits)
         kernel = forward_mma(problem.dtype, score, mma)
         return _Forward(method, mma, kernel, 32 * mma.warps, mma.shared_bytes, True)
@@ -284,15 +296,19 @@ def _splits(problem: AttentionProblem, limits: DeviceLimits) -> int:
     """
     if problem.sequences is not None:
         problem = replace(problem, cu_seqlens_q=None, cu_seqlens_k=None)
-    tile = _forward(problem, limits).tile
+    forward = _forward(problem, limits)
+    tile = forward.tile
     tiles = -(-problem.tk // tile.keys)
     if problem.num_splits is not None:
         return max(1, min(problem.num_splits, tiles))
     blocks = (
         math.prod(problem.batch_shape)
-        * -(-problem.tq // tile.queries)
+        // forward.packing.size
+        * forward.row_tiles(problem)
         * max(1, -(-problem.dv // tile.values))
     )
+    if isinstance(tile, DecodeTile):
+        return decode_splits(blocks, tiles, tile, limits)
     wave = 1 if isinstance(tile, WgmmaTile) else _WAVE
     wanted = wave * limits.multiprocessors // max(blocks, 1)
     return max(1, min(wanted, tiles // _SHARE_TILES))
@@ -324,9 +340,6 @@ _MAPPED = tuple(_OPERANDS.index(name) for name in ("q", "k", "v", "out"))
 _EVEN_SLOTS = Slots(COMBINE_EVEN, ["out.data", "lse.data", "parts.out.data", "parts.lse.data"])
 #: Partial results begin at a multiple of this.
 _ALIGNMENT = 16
-_WARP = 32
-#: Threads of a block that merges: enough to hide the latency of reading the parts.
-_COMBINE_THREADS = 256
 
 
 @lru_cache(maxsize=4096)
@@ -447,14 +460,14 @@ def plan_attention(
     tile = forward.tile
     splits = _splits(problem, limits)
     # A sequence's last tile may be a part: there is one more for each, see lib/sequences.cuh.
-    row_tiles = -(-problem.tq // tile.queries) + (problem.sequences or 0)
+    row_tiles = forward.row_tiles(problem) + (problem.sequences or 0)
     column_tiles = max(1, -(-problem.dv // tile.values))
     named = {name: getattr(problem, name) for name in _OPERANDS[:_RESULTS]}
     named |= {"out": out, "lse": lse}
     specs = tuple(named.values())
     blocks_per_entry = max(1, row_tiles * column_tiles * splits)
     most_entries = max(1, limits.blocks // blocks_per_entry)
-    batch = _batch_plan(problem, named, most_entries)
+    batch = _batch_plan(problem, named, most_entries, forward.packing)
     rows = batch.entries * problem.tq
 
     axes = batch
@@ -500,9 +513,11 @@ def plan_attention(
     score["scale"], score["softcap"] = problem.scale, problem.softcap or 0
     score["default_offset"] = problem.query_offset is None
 
+    fields["group"], fields["members"] = forward.packing[1:]
+
     combine_block = None
     if splits > 1:
-        combine_block = _even_block(problem, out, lse, batch, splits)
+        combine_block = even_block(problem, out, lse, batch, splits)
         parts = combine_block[0]["parts"]
         for name in ("out", "lse"):
             fields[name] = parts[name]
@@ -524,17 +539,13 @@ def plan_attention(
         else Launch(
             forward.kernel,
             grid=min(
-                blocks_per_entry * batch.entries,
+                blocks_per_entry * batch.entries // forward.packing.size,
                 limits.multiprocessors if maps is not None else limits.blocks,
             ),
             block=forward.threads,
             shared_bytes=forward.shared_bytes,
         ),
-        combine=None
-        if splits == 1
-        else _combine_launch(
-            f"combine<{C_TYPES[acc.name]}, cuflash::EvenParts>", batch, problem.tq, _WARP
-        ),
+        combine=None if splits == 1 else even_launch(problem.dtype, batch, problem.tq, splits),
         _forward_block=as_words(block),
         _combine_block=None if combine_block is None else as_words(combine_block),
         _defaults=(0, problem.tq, problem.tk),
@@ -545,13 +556,34 @@ def plan_attention(
 
 
 def _batch_plan(
-    problem: AttentionProblem, named: dict[str, ArraySpec | None], most_entries: int
+    problem: AttentionProblem,
+    named: dict[str, ArraySpec | None],
+    most_entries: int,
+    packed: Packing,
 ) -> BatchPlan:
-    """Plan the batch axes of the operands; those of sequences have none."""
+    """Plan the batch axes of the operands, a packed group's last; those of sequences have none."""
+    shape, axis = problem.batch_shape, packed.axis
+    if axis is not None:
+        outer = BatchPlan.of(
+            (*shape[:axis], *shape[axis + 1 :]),
+            [spec and _without_axis(spec, axis) for spec in named.values()],
+            most_entries,
+            BATCH_AXES - 1,
+        )
+        steps = [spec and spec.strides[axis] // spec.dtype.itemsize for spec in named.values()]
+        return outer.with_innermost(packed.size, [step or 0 for step in steps])
     if problem.sequences is None:
-        return BatchPlan.of(problem.batch_shape, tuple(named.values()), most_entries)
+        return BatchPlan.of(shape, tuple(named.values()), most_entries)
     specs = [None if name in _OF_SEQUENCES else spec for name, spec in named.items()]
-    return BatchPlan.of(problem.batch_shape, specs, most_entries, BATCH_AXES - 1)
+    return BatchPlan.of(shape, specs, most_entries, BATCH_AXES - 1)
+
+
+def _without_axis(spec: ArraySpec, axis: int) -> ArraySpec:
+    """Describe the first entry along an axis."""
+    shape, strides = spec.shape, spec.strides
+    return spec._replace(
+        shape=shape[:axis] + shape[axis + 1 :], strides=strides[:axis] + strides[axis + 1 :]
+    )
 
 
 def _sequence_step(name: str, spec: ArraySpec | None) -> int:
@@ -583,112 +615,3 @@ def _held_chunks(problem: AttentionProblem, tile: SimtTile, limits: DeviceLimits
     share = limits.shared_per_sm // tile.blocks - _RESERVED_SHARED
     needed = tile.shared_bytes(accumulator(problem.dtype).itemsize, chunks)
     return chunks if needed <= min(share, limits.shared_per_block) else 1
-
-
-def _even_block(
-    problem: AttentionProblem,
-    out: ArraySpec,
-    lse: ArraySpec | None,
-    batch: BatchPlan,
-    splits: int,
-) -> np.ndarray:
-    """Return the parameters that merge partial results: C order of share, entry, row, column."""
-    acc = accumulator(problem.dtype)
-    block = COMBINE_EVEN.zeros()
-    fields = block[0]
-    batch.write(fields["batch"])
-    fields["rows"], fields["values"] = problem.tq, problem.dv
-    write_array(fields["out"], out, batch.strides[-2], 2)
-    if lse is not None:
-        write_array(fields["lse"], lse, batch.strides[-1], 1)
-    parts = fields["parts"]
-    parts["count"] = splits
-    for name, row in (("out", problem.dv), ("lse", 1)):
-        entry = problem.tq * row
-        dense = parts[name]
-        dense["batch_stride"][: len(batch.sizes)] = batch.dense_strides(entry)
-        dense["row_stride"], dense["column_stride"] = row, 1
-        dense["type"] = FLOAT_TYPES.index(acc.name)
-        parts[f"{name}_step"] = batch.entries * entry
-    return block
-
-
-def _combine_launch(kernel: str, batch: BatchPlan, rows: int, lanes: int) -> Launch:
-    """Return the launch of a merge, `lanes` threads a row."""
-    threads = -(-min(rows * lanes, _COMBINE_THREADS) // _WARP) * _WARP
-    return Launch(
-        _combine(kernel),
-        grid=batch.entries * -(-rows // (threads // lanes)),
-        block=threads,
-    )
-
-
-# ------------------------------------------------------------------------------------------ merges
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MergePlan:
-    """The launch that merges up to `LISTED_PARTS` parts; None if there is nothing to write."""
-
-    launch: Launch | None
-    batch: BatchPlan
-    itemsizes: tuple[int, ...]
-    _slots: Slots
-    _block: np.ndarray
-
-    def launches(self, pointers: Sequence[int]) -> Iterator[tuple[Launch, np.ndarray]]:
-        """Yield the kernel and its parameter block, as often as the engine loops.
-
-        `pointers` are the addresses of the two results, then of the two arrays of each part.
-        """
-        if self.launch is None:
-            return
-        for places in self.batch.places(pointers, self.itemsizes):
-            yield self.launch, self._slots.fill(self._block, places)
-
-
-@lru_cache(maxsize=4096)
-def plan_merge(
-    results: tuple[ArraySpec, ArraySpec],
-    parts: tuple[tuple[ArraySpec, ArraySpec], ...],
-    limits: DeviceLimits,
-) -> MergePlan:
-    """Plan the merge of (out, lse) pairs, or of (normalizer, maximum) pairs, into one.
-
-    The first of each pair has one axis more than the second in attention (columns), and as many in
-    a softmax state; all have the shapes of the results.
-    """
-    out, lse = results
-    acc = accumulator(lse.dtype)
-    columns = len(out.shape) > len(lse.shape)
-    flat = (out, lse, *(spec for part in parts for spec in part))
-    whole = BatchPlan.of(lse.shape, flat, limits.blocks)
-    batch, rows, row_strides = whole.without_rows()
-
-    block = COMBINE_LISTED.zeros()
-    fields = block[0]
-    batch.write(fields["batch"])
-    fields["rows"], fields["values"] = rows, out.shape[-1] if columns else 1
-    listed = fields["parts"]
-    listed["count"] = len(parts)
-    places = [fields["out"], fields["lse"]]
-    places += [listed[name][i] for i in range(len(parts)) for name in ("out", "lse")]
-    for i, (place, spec) in enumerate(zip(places, flat, strict=True)):
-        place["batch_stride"][: len(batch.sizes)] = batch.strides[i]
-        place["row_stride"] = row_strides[i]
-        if columns and i % 2 == 0:
-            place["column_stride"] = spec.strides[-1] // spec.dtype.itemsize
-        place["type"] = FLOAT_TYPES.index(spec.dtype.name)
-
-    c_type = C_TYPES[acc.name]
-    kernel = f"combine<{c_type}, cuflash::ListedParts>" if columns else f"combine_states<{c_type}>"
-    members = [f"parts.{name}[{i}].data" for i in range(len(parts)) for name in ("out", "lse")]
-    return MergePlan(
-        launch=_combine_launch(kernel, batch, rows, _WARP if columns else 1)
-        if math.prod(lse.shape)
-        else None,
-        batch=batch,
-        itemsizes=tuple(spec.dtype.itemsize for spec in flat),
-        _slots=Slots(COMBINE_LISTED, ["out.data", "lse.data", *members]),
-        _block=as_words(block),
-    )

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..problem import ArraySpec
 from . import memory
-from .attention_plans import plan_merge
+from .attention_plans_combine import plan_merge
 from .executor import CurrentDevice, Executor
 from .parameters import LISTED_PARTS
 

@@ -16,6 +16,7 @@ struct AttentionParameters {
     int64 features, values;      // D, Dv
     int out_is_wide;             // out has the accumulator's type
     int queries_stay;            // shared memory holds all features of a block's queries
+    int group, members;          // packed_rows.cuh: entries that share keys, those of a block
     ScoreParameters score;
     Sequences sequences;  // if there are any, `batch` has an axis for them in front, of size 1
 };
@@ -32,6 +33,10 @@ struct Output {
         : p(p),
           out_start(entry_offset(p.out.batch_stride, p.batch, index) + split * p.out_split),
           lse_start(entry_offset(p.lse.batch_stride, p.batch, index) + split * p.lse_split) {}
+
+    __device__ __forceinline__ Output(const AttentionParameters& p, int64 out_start,
+                                      int64 lse_start)
+        : p(p), out_start(out_start), lse_start(lse_start) {}
 
     // Results as a matrix of R, the type that `out_is_wide` says.
     template <typename R>

@@ -1,0 +1,189 @@
+"""The tiles of `decode_mma`, few queries and many keys on tensor cores, as data with reasons."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..problem import AttentionProblem
+from .compiler import KernelName
+from .executor import DeviceLimits
+from .plans import C_TYPES
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """The tile of `decode_mma`, `DecodeTile` in the kernel.
+
+    A block has 16 query rows and `warps` warps, each of which takes slices of `slice_keys` keys and
+    has `stages` of them in shared memory. `features` and `values` are the widths that D and Dv are
+    padded to. With `queries_held` a warp keeps the queries in registers.
+    """
+
+    warps: int
+    slice_keys: int
+    features: int
+    values: int
+    stages: int
+    queries_held: bool
+    blocks: int
+
+    @property
+    def queries(self) -> int:
+        """Query rows of a block."""
+        return ROWS
+
+    @property
+    def keys(self) -> int:
+        """Keys that the warps of a block take at a time."""
+        return self.warps * self.slice_keys
+
+    @property
+    def expression(self) -> str:
+        """The tile as a C++ type."""
+        numbers = (self.warps, self.slice_keys, self.features, self.values, self.stages)
+        held = str(self.queries_held).lower()
+        return f"cuflash::DecodeTile<{', '.join(map(str, numbers))}, {held}, {self.blocks}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        stages = self.stages * self.keys * (self.features + self.values)
+        return 2 * (ROWS * self.features + stages)
+
+
+class DecodeChoice(NamedTuple):
+    """A row of the table: the most features and value columns that take the tile."""
+
+    features: int
+    values: int
+    tile: DecodeTile
+    reason: str
+
+
+#: Rows of a block: what a matrix instruction has at least.
+ROWS = 16
+#: Least tiles of keys of a share: below, writing and merging partial results costs more than it
+#: gains.
+_SHARE_TILES = 4
+#: Most shares: the merge reads a result of each.
+_MOST_SHARES = 512
+#: Share of the places on all multiprocessors that blocks should fill in their last turn.
+_FILLED = 0.9
+#: The first row that fits a problem, and whose blocks a multiprocessor has room for, is taken.
+#: 4 TB/s with a latency of a microsecond are 32 KB under way on each of 132 multiprocessors.
+DECODE_TILES = (
+    DecodeChoice(
+        64, 64, DecodeTile(4, 32, 64, 64, 3, True, 2),
+        "128 KB under way on a multiprocessor",
+    ),
+    DecodeChoice(
+        64, 64, DecodeTile(4, 32, 64, 64, 2, True, 2), "two blocks in 164 KB (sm_80)"
+    ),
+    DecodeChoice(
+        128, 128, DecodeTile(4, 16, 128, 128, 3, True, 2), "as for 64 features"
+    ),
+    DecodeChoice(
+        128, 128, DecodeTile(4, 16, 128, 128, 2, True, 2), "two blocks in 164 KB (sm_80)"
+    ),
+    DecodeChoice(
+        256, 256, DecodeTile(4, 16, 256, 256, 3, False, 1),
+        "sums take 128 registers: queries are read again for each slice",
+    ),
+    DecodeChoice(
+        256, 256, DecodeTile(4, 16, 256, 256, 2, False, 1),
+        "what 164 KB (sm_80) have room for; 99 KB (sm_86, sm_89) have none: forward_mma",
+    ),
+)  # fmt: skip
+
+#: Shared memory of a block that is not its own dynamic one: 1 KB of the system, and `PackedRows`
+#: with every option.
+_RESERVED_SHARED = 8192
+
+
+class Packing(NamedTuple):
+    """Batch entries of a group, which share their keys, in one block.
+
+    The group is the `axis` of the batch, None if there is no such axis; `members` of its `size`
+    entries are in a block.
+    """
+
+    axis: int | None = None
+    size: int = 1
+    members: int = 1
+
+    @property
+    def tiles(self) -> int:
+        """Blocks that share a group."""
+        return -(-self.size // self.members)
+
+    @property
+    def queries(self) -> int:
+        """Queries of each member that a block has."""
+        return ROWS // self.members
+
+
+def packing(problem: AttentionProblem) -> Packing:
+    """Choose the group: the largest axis along which k and v broadcast, if its rows fit.
+
+    All queries of a member must fit, so that a block sees the keys that a block of one entry's rows
+    would see: shares of the keys, and with them every bit, are the same. Sequences end to end are
+    not packed for the same reason.
+    """
+    room = ROWS // max(1, problem.tq)
+    shared = [
+        axis
+        for axis, size in enumerate(problem.batch_shape)
+        if size > 1 and problem.k.strides[axis] == problem.v.strides[axis] == 0
+    ]
+    if room < 2 or not shared or problem.sequences is not None:
+        return Packing()
+    axis = max(shared, key=lambda axis: problem.batch_shape[axis])
+    size = problem.batch_shape[axis]
+    return Packing(axis, size, -(-size // -(-size // room)))
+
+
+def decode_tile(problem: AttentionProblem, limits: DeviceLimits) -> DecodeTile | None:
+    """Return the first tile that fits the problem and the device, None if there is none."""
+    if problem.mean_tq > ROWS:
+        return None
+    fitting = [
+        choice.tile
+        for choice in DECODE_TILES
+        if problem.d <= choice.features
+        and problem.dv <= choice.values
+        and choice.tile.shared_bytes + _RESERVED_SHARED <= limits.shared_per_block
+    ]
+    for tile in fitting:
+        if tile.blocks * (tile.shared_bytes + _RESERVED_SHARED) <= limits.shared_per_sm:
+            return tile
+    return min(fitting, key=lambda tile: tile.shared_bytes, default=None)
+
+
+def decode_splits(blocks: int, tiles: int, tile: DecodeTile, limits: DeviceLimits) -> int:
+    """Return the number of shares of `tiles` tiles of keys, given the blocks without shares.
+
+    Blocks of equal work leave multiprocessors idle unless they fill all places on them a whole
+    number of times, nearly.
+    """
+    places = tile.blocks * limits.multiprocessors
+    most = max(1, min(tiles // _SHARE_TILES, _MOST_SHARES))
+
+    def filled(splits: int) -> float:
+        waves = max(1, blocks) * splits / places
+        return waves / math.ceil(waves)
+
+    possible = range(1, most + 1)
+    enough = (splits for splits in possible if filled(splits) >= _FILLED)
+    return next(enough, max(possible, key=filled))
+
+
+def decode_mma(dtype: np.dtype, score: str, tile: DecodeTile) -> KernelName:
+    """Name the kernel for a dtype, a score pipeline and a tile."""
+    return KernelName(
+        "attention/decode_mma.cu",
+        f"cuflash::decode_mma<{C_TYPES[dtype.name]}, cuflash::{score}<float>, {tile.expression}>",
+    )
