@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -182,8 +184,19 @@ def decode_splits(blocks: int, tiles: int, tile: DecodeTile, limits: DeviceLimit
 
 
 def decode_mma(dtype: np.dtype, score: str, tile: DecodeTile) -> KernelName:
-    """Name the kernel for a dtype, a score pipeline and a tile."""
+    """Name the kernel for a dtype, a tile and the least score pipeline that serves a call."""
+    score = "RangedScore" if score in ("PlainScore", "RangedScore") else "FullScore"
     return KernelName(
         "attention/decode_mma.cu",
         f"cuflash::decode_mma<{C_TYPES[dtype.name]}, cuflash::{score}<float>, {tile.expression}>",
     )
+
+
+def decode_kernels(dtype: np.dtype) -> Iterator[KernelName]:
+    """Yield every kernel for q, k, v of this dtype.
+
+    Of pipelines there are two: bounds cost nothing where all rows see all of a slice, and options
+    hide behind memory.
+    """
+    for choice, score in product(DECODE_TILES, ("RangedScore", "FullScore")):
+        yield decode_mma(dtype, score, choice.tile)

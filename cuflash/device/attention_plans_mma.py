@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from ..problem import AttentionProblem
-from .attention_plans_decode import DECODE_TILES, decode_mma
+from .attention_plans_decode import decode_kernels
 from .compiler import KernelName
 from .executor import DeviceLimits
 from .plans import C_TYPES
@@ -169,5 +168,4 @@ def mma_kernels(dtype: np.dtype) -> Iterator[KernelName]:
         for choice in MMA_TILES:
             for score in _BOUNDS + steps * choice.steps:
                 yield forward_mma(dtype, score, choice.tile)
-        for tile, score in product((c.tile for c in DECODE_TILES), _BOUNDS + steps):
-            yield decode_mma(dtype, score, tile)
+        yield from decode_kernels(dtype)
