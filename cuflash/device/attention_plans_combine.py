@@ -54,7 +54,8 @@ def even_block(
     fields = block[0]
     batch.write(fields["batch"])
     fields["rows"], fields["values"] = problem.tq, problem.dv
-    fields["warps"] = _row_warps(splits)
+    fields["warps"] = warps = _row_warps(splits)
+    fields["tiles"], _ = _tiles(problem.tq, _WARP * warps)
     write_array(fields["out"], out, batch.strides[-2], 2)
     if lse is not None:
         write_array(fields["lse"], lse, batch.strides[-1], 1)
@@ -72,20 +73,20 @@ def even_block(
 
 def even_launch(dtype: np.dtype, batch: BatchPlan, rows: int, splits: int) -> Launch:
     """Return the launch that merges partial results."""
-    grid, threads = _blocks(batch.entries, rows, _WARP * _row_warps(splits))
+    tiles, threads = _tiles(rows, _WARP * _row_warps(splits))
     kernel = f"combine<{C_TYPES[accumulator(dtype).name]}, cuflash::EvenParts>"
-    return _combine_launch(kernel, grid, threads)
+    return _combine_launch(kernel, batch.entries * tiles, threads)
 
 
 def _combine_launch(kernel: str, grid: int, threads: int) -> Launch:
     return Launch(KernelName(_SOURCE, f"cuflash::{kernel}"), grid, threads)
 
 
-def _blocks(entries: int, rows: int, threads_of_row: int) -> tuple[int, int]:
-    """Return blocks and threads of a block for the rows of all entries."""
+def _tiles(rows: int, threads_of_row: int) -> tuple[int, int]:
+    """Return blocks of a batch entry and threads of a block."""
     threads = max(threads_of_row, min(rows * threads_of_row, _THREADS))
     threads = -(-threads // _WARP) * _WARP
-    return entries * -(-rows // (threads // threads_of_row)), threads
+    return -(-rows // (threads // threads_of_row)), threads
 
 
 def _row_warps(parts: int) -> int:
@@ -137,6 +138,8 @@ def plan_merge(
     batch.write(fields["batch"])
     fields["rows"], fields["values"] = rows, out.shape[-1] if columns else 1
     fields["warps"] = warps = _row_warps(len(parts))
+    tiles, threads = _tiles(rows, _WARP * warps if columns else 1)
+    fields["tiles"] = tiles
     listed = fields["parts"]
     listed["count"] = len(parts)
     places = [fields["out"], fields["lse"]]
@@ -151,9 +154,10 @@ def plan_merge(
     c_type = C_TYPES[acc.name]
     kernel = f"combine<{c_type}, cuflash::ListedParts>" if columns else f"combine_states<{c_type}>"
     members = [f"parts.{name}[{i}].data" for i in range(len(parts)) for name in ("out", "lse")]
-    grid, threads = _blocks(batch.entries, rows, _WARP * warps if columns else 1)
     return MergePlan(
-        launch=_combine_launch(kernel, grid, threads) if math.prod(lse.shape) else None,
+        launch=_combine_launch(kernel, batch.entries * tiles, threads)
+        if math.prod(lse.shape)
+        else None,
         batch=batch,
         itemsizes=tuple(spec.dtype.itemsize for spec in flat),
         _slots=Slots(COMBINE_LISTED, ["out.data", "lse.data", *members]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -68,25 +67,36 @@ class DecodeChoice(NamedTuple):
 
 #: Rows of a block: what a matrix instruction has at least.
 ROWS = 16
-#: Least tiles of keys of a share: below, writing and merging partial results costs more than it
-#: gains.
+#: Least tiles of keys of a share: fewer do not fill the stages.
 _SHARE_TILES = 4
 #: Most shares: the merge reads a result of each.
 _MOST_SHARES = 512
-#: Share of the places on all multiprocessors that blocks should fill in their last turn.
-_FILLED = 0.9
+# Microseconds of a call, as they were measured on an H200 with D = 128 (docs/kernels.md): what
+# blocks take to begin and end beside their keys, what the launch that merges shares adds, and what
+# numbers of blocks have to differ by to be told apart.
+_TURN_US = 4.0
+_MERGE_US = 4.6
+_EQUAL_US = 1.0
+#: Bytes a microsecond of keys and values: of a whole device, by its multiprocessors, and what a
+#: block streams alone, which is as much as two of them have.
+_STREAM = 4500e3 / 132
+_BLOCK_STREAM = 65e3
 #: The first row that fits a problem, and whose blocks a multiprocessor has room for, is taken.
-#: 4 TB/s with a latency of a microsecond are 32 KB under way on each of 132 multiprocessors.
+#: 4 TB/s with a latency of a microsecond are 32 KB under way on each of 132 multiprocessors, and
+#: twice that where only half of them have a block. Tiles that fill a multiprocessor with one block
+#: (8 warps, slices of 32 keys, 6 stages) were within 1 % of these, with D = 128 on an H200, with one
+#: block each, up to 5 % faster with one for every second, and 4 to 15 % slower in two turns.
 DECODE_TILES = (
     DecodeChoice(
         64, 64, DecodeTile(4, 32, 64, 64, 3, True, 2),
-        "128 KB under way on a multiprocessor",
+        "two blocks have 128 KB under way, one alone 64 KB",
     ),
     DecodeChoice(
         64, 64, DecodeTile(4, 32, 64, 64, 2, True, 2), "two blocks in 164 KB (sm_80)"
     ),
     DecodeChoice(
-        128, 128, DecodeTile(4, 16, 128, 128, 3, True, 2), "as for 64 features"
+        128, 128, DecodeTile(4, 16, 128, 128, 3, True, 2),
+        "as above; 2 stages are as fast with two blocks, 27 % slower with one",
     ),
     DecodeChoice(
         128, 128, DecodeTile(4, 16, 128, 128, 2, True, 2), "two blocks in 164 KB (sm_80)"
@@ -168,19 +178,24 @@ def decode_tile(problem: AttentionProblem, limits: DeviceLimits) -> DecodeTile |
 def decode_splits(blocks: int, tiles: int, tile: DecodeTile, limits: DeviceLimits) -> int:
     """Return the number of shares of `tiles` tiles of keys, given the blocks without shares.
 
-    Blocks of equal work leave multiprocessors idle unless they fill all places on them a whole
-    number of times, nearly.
+    The fastest by a model: blocks run in turns of as many as there are places for, a turn takes its
+    bytes over the rate of the device, or of a block if those are few, and shares take a merge.
     """
-    places = tile.blocks * limits.multiprocessors
     most = max(1, min(tiles // _SHARE_TILES, _MOST_SHARES))
+    splits = np.arange(1, most + 1)
+    share = -(-tiles // splits) * (2 * tile.keys * (tile.features + tile.values))
+    places = tile.blocks * limits.multiprocessors
+    turns, left = np.divmod(max(1, blocks) * splits, places)
 
-    def filled(splits: int) -> float:
-        waves = max(1, blocks) * splits / places
-        return waves / math.ceil(waves)
+    def turn(running: int | np.ndarray) -> np.ndarray:
+        device = running * share / (_STREAM * limits.multiprocessors)
+        return _TURN_US + np.maximum(device, share / _BLOCK_STREAM)
 
-    possible = range(1, most + 1)
-    enough = (splits for splits in possible if filled(splits) >= _FILLED)
-    return next(enough, max(possible, key=filled))
+    time = turns * turn(places) + (left > 0) * turn(left) + _MERGE_US * (splits > 1)
+    if time[0] <= time.min():
+        return 1
+    # Of equal ones the most: blocks of several multiprocessors even out.
+    return int(splits[time <= time.min() + _EQUAL_US][-1])
 
 
 def decode_mma(dtype: np.dtype, score: str, tile: DecodeTile) -> KernelName:

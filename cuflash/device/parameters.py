@@ -118,6 +118,7 @@ def _combine_block(parts: ParameterBlock) -> ParameterBlock:
             "out": BATCHED_ARRAY,
             "lse": BATCHED_ARRAY,
             "warps": np.int32,
+            "tiles": np.int32,
             "parts": parts,
         },
     )

@@ -13,8 +13,24 @@ namespace cuflash {
 
 constexpr int kListedParts = 8;
 constexpr int kMostWarps = 16;   // of a block
-constexpr int kLaneColumns = 4;  // of a lane at a time, 32 apart
+constexpr int kLaneColumns = 4;  // of a lane at a time
 constexpr int kPartsAtOnce = 4;  // under way: their latency is what few rows wait for
+
+template <typename A>
+struct alignas(16) Columns {
+    A x[kLaneColumns];
+};
+
+// Columns of a row that are `step` apart; 0 for those that are not there.
+template <typename A, typename Row>
+__device__ __forceinline__ Columns<A> read_columns(const Row& row, int64 first, int step,
+                                                   int64 columns) {
+    Columns<A> read;
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; ++c)
+        read.x[c] = first + c * step < columns ? row.get(first + c * step) : A(0);
+    return read;
+}
 
 // A row of a batch entry.
 struct RowPlace {
@@ -56,6 +72,11 @@ struct ListedParts {
         const RowPlace& at;
 
         __device__ __forceinline__ AnyRow<A> out(int i) const { return {parts.out[i], at}; }
+        __device__ __forceinline__ bool is_wide(int64) const { return false; }
+        __device__ __forceinline__ Columns<A> columns(int i, int64 first, bool,
+                                                      int64 values) const {
+            return read_columns<A>(out(i), first, 32, values);
+        }
         __device__ __forceinline__ A lse(int i) const { return AnyRow<A>(parts.lse[i], at).get(0); }
     };
 };
@@ -83,8 +104,16 @@ struct EvenParts {
               out_step(parts.out_step),
               lse_step(parts.lse_step) {}
 
-        __device__ __forceinline__ PartRow<A> out(int i) const {
-            return {first_out + i * out_step};
+        // Whether a lane's columns are neighbours, read at once: all rows begin at 16 bytes.
+        __device__ __forceinline__ bool is_wide(int64 values) const {
+            return values % kLaneColumns == 0;
+        }
+        __device__ __forceinline__ Columns<A> columns(int i, int64 first, bool wide,
+                                                      int64 values) const {
+            const A* const row = first_out + i * out_step;
+            if (!wide) return read_columns<A>(PartRow<A>{row}, first, 32, values);
+            if (first >= values) return {};
+            return *reinterpret_cast<const Columns<A>*>(row + first);
         }
         __device__ __forceinline__ A lse(int i) const { return first_lse[i * lse_step]; }
     };
@@ -96,6 +125,7 @@ struct CombineParameters {
     int64 rows, values;     // of a batch entry; values: columns of out
     BatchedArray out, lse;  // of states: normalizer and maximum, without columns
     int warps;              // of a row, in combine
+    int tiles;              // blocks of a batch entry
     Parts parts;
 };
 
@@ -103,11 +133,10 @@ struct CombineParameters {
 struct CombinedRow {
     int64 row, entry;
 
-    __device__ __forceinline__ CombinedRow(int64 rows, int lanes) {
-        int teams = blockDim.x / lanes;
-        int64 tiles = (rows + teams - 1) / teams, block = blockIdx.x;
-        row = block % tiles * teams + threadIdx.x / lanes;
-        entry = block / tiles;
+    __device__ __forceinline__ CombinedRow(unsigned tiles, unsigned lanes) {
+        const unsigned teams = blockDim.x / lanes;
+        row = int64(blockIdx.x % tiles) * teams + threadIdx.x / lanes;
+        entry = blockIdx.x / tiles;
     }
 };
 
@@ -124,12 +153,42 @@ __device__ __forceinline__ A reduce_warp(A x, Combine combine) {
     return x;
 }
 
+// What the lse of all parts say: the weight of one is exp(lse - reference) / total.
+template <typename A>
+struct PartWeights {
+    A largest, reference, total;
+
+    // A lane has a part at a time.
+    template <typename Row>
+    __device__ __forceinline__ void find(const Row& parts, int count) {
+        const int lane = threadIdx.x % 32;
+        const A first = lane < count ? parts.lse(lane) : -infinity<A>();
+        largest = first;
+        for (int i = lane + 32; i < count; i += 32) largest = maximum_or_nan(largest, parts.lse(i));
+        largest = reduce_warp(largest, [](A a, A b) { return maximum_or_nan(a, b); });
+        reference = largest == -infinity<A>() ? A(0) : largest;
+        total = exponential(first - reference);
+        for (int i = lane + 32; i < count; i += 32)
+            total = add(total, exponential(parts.lse(i) - reference));
+        total = reduce_warp(total, [](A a, A b) { return add(a, b); });
+    }
+    __device__ __forceinline__ A of(A lse) const { return exponential(lse - reference) / total; }
+    // The largest itself where it is the whole sum; +inf comes with a total of NaN.
+    __device__ __forceinline__ A lse() const {
+        const bool alone = total == A(1) || largest == infinity<A>() || largest == -infinity<A>();
+        return alone ? largest : largest + logarithm(total);
+    }
+};
+
 // lse = log sum_i exp(lse_i) and out = sum_i w_i out_i with w_i = exp(lse_i - lse).
+//
+// Few rows wait for memory, but once: the weights are found while a warp's first parts are under
+// way.
 template <typename A, typename Parts>
 __global__ void combine(const __grid_constant__ CombineParameters<Parts> p) {
     __shared__ BatchIndex entry;
     __shared__ A sums[kMostWarps][kLaneColumns][32];
-    const CombinedRow row(p.rows, 32 * p.warps);
+    const CombinedRow row(p.tiles, 32 * p.warps);
     decode_batch(p.batch, row.entry, entry, threadIdx.x);
     __syncthreads();
     const bool exists =
@@ -137,44 +196,34 @@ __global__ void combine(const __grid_constant__ CombineParameters<Parts> p) {
     const RowPlace at{p.batch, entry, min(row.row, p.rows - 1)};
     const typename Parts::template Row<A> parts{p.parts, at};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = warp % p.warps;
-    const int count = p.parts.count;
+    const int begin = p.parts.count * own / p.warps, end = p.parts.count * (own + 1) / p.warps;
+    const bool wide = parts.is_wide(p.values);
+    const int step = wide ? 1 : 32;
 
-    // Every warp of a row needs the lse of all parts, a lane each at a time.
-    A m = -infinity<A>();
-    for (int i = lane; i < count; i += 32) m = maximum_or_nan(m, parts.lse(i));
-    m = reduce_warp(m, [](A a, A b) { return maximum_or_nan(a, b); });
-    const A reference = m == -infinity<A>() ? A(0) : m;
-    A total = 0;
-    for (int i = lane; i < count; i += 32)
-        total = add(total, exponential(parts.lse(i) - reference));
-    total = reduce_warp(total, [](A a, A b) { return add(a, b); });
-
-    const int begin = count * own / p.warps, end = count * (own + 1) / p.warps;
+    PartWeights<A> weights;
     const AnyRow<A> out(p.out, at);
-    for (int64 start = lane; start < p.values + lane; start += 32 * kLaneColumns) {
+    int64 start = 0;
+    do {  // also without columns: the weights are lse's too
+        const int64 column = start + (wide ? kLaneColumns * lane : lane);
         A sum[kLaneColumns];
         for (int c = 0; c < kLaneColumns; ++c) sum[c] = A(-0.0);
-        for (int first = begin; first < end; first += 32) {
-            const A lse = first + lane < end ? parts.lse(first + lane) : -infinity<A>();
-            const A weight = exponential(lse - reference) / total;
-            const unsigned counted = __ballot_sync(kFullWarp, lse != -infinity<A>());
-            for (int i = 0; i < min(32, end - first); i += kPartsAtOnce) {
-                A x[kPartsAtOnce][kLaneColumns];
+#pragma unroll 1
+        for (int first = begin; first < end; first += kPartsAtOnce) {
+            Columns<A> part[kPartsAtOnce];
+            A lse[kPartsAtOnce];
 #pragma unroll
-                for (int n = 0; n < kPartsAtOnce; ++n) {
-                    const auto part = parts.out(min(first + i + n, end - 1));
+            for (int n = 0; n < kPartsAtOnce; ++n) {
+                part[n] = parts.columns(min(first + n, end - 1), column, wide, p.values);
+                lse[n] = parts.lse(min(first + n, end - 1));
+            }
+            if (start == 0 && first == begin) weights.find(parts, p.parts.count);
 #pragma unroll
-                    for (int c = 0; c < kLaneColumns; ++c)
-                        x[n][c] = start + 32 * c < p.values ? part.get(start + 32 * c) : A(0);
-                }
+            for (int n = 0; n < kPartsAtOnce; ++n) {
+                if (first + n >= end || lse[n] == -infinity<A>()) continue;
+                const A weight = weights.of(lse[n]);
 #pragma unroll
-                for (int n = 0; n < kPartsAtOnce; ++n) {
-                    const A w = __shfl_sync(kFullWarp, weight, i + n);
-                    if (!(counted >> (i + n) & 1)) continue;
-#pragma unroll
-                    for (int c = 0; c < kLaneColumns; ++c)
-                        sum[c] = add(sum[c], multiply(w, x[n][c]));
-                }
+                for (int c = 0; c < kLaneColumns; ++c)
+                    sum[c] = add(sum[c], multiply(weight, part[n].x[c]));
             }
         }
         for (int c = 0; c < kLaneColumns; ++c) sums[warp][c][lane] = sum[c];
@@ -182,24 +231,20 @@ __global__ void combine(const __grid_constant__ CombineParameters<Parts> p) {
         for (int c = own; c < kLaneColumns; c += p.warps) {
             A whole = A(-0.0);
             for (int w = 0; w < p.warps; ++w) whole = add(whole, sums[warp - own + w][c][lane]);
-            if (exists && start + 32 * c < p.values)
-                out.set(start + 32 * c, m == -infinity<A>() ? A(0) : whole);
+            if (exists && column + c * step < p.values)
+                out.set(column + c * step, weights.largest == -infinity<A>() ? A(0) : whole);
         }
-        __syncthreads();
-    }
-    if (!p.lse.data) return;
-    __syncthreads();  // the result may be one of the parts
-    if (!exists || own != 0 || lane != 0) return;
-    // The maximum itself where it is the whole sum; +inf comes with a total of NaN.
-    const bool alone = total == A(1) || m == infinity<A>() || m == -infinity<A>();
-    AnyRow<A>(p.lse, at).set(0, alone ? m : m + logarithm(total));
+        __syncthreads();  // the result may be one of the parts
+        start += 32 * kLaneColumns;
+    } while (start < p.values);
+    if (p.lse.data && exists && own == 0 && lane == 0) AnyRow<A>(p.lse, at).set(0, weights.lse());
 }
 
 // m = max m_i and l = sum_i l_i exp(m_i - m): parts' `lse` are the maxima, `out` the normalizers.
 template <typename A>
 __global__ void combine_states(const __grid_constant__ CombineParameters<ListedParts> p) {
     __shared__ BatchIndex entry;
-    const CombinedRow at(p.rows, 1);
+    const CombinedRow at(p.tiles, 1);
     decode_batch(p.batch, at.entry, entry, threadIdx.x);
     __syncthreads();
     if (at.row >= p.rows) return;

@@ -186,16 +186,35 @@ def test_tiles_by_device():
         assert isinstance(plan.tile, kind)
 
 
-def test_shares_fill_the_device():
+@pytest.mark.parametrize(
+    ("groups", "tk", "wanted"),
+    [
+        (8, 65536, 32),  # 256 blocks, which run at once
+        (64, 8192, 4),
+        (32, 65536, 8),
+        (8, 8192, 32),
+        (8, 2048, 8),  # shares of 4 tiles, no shorter ones
+        (512, 8192, 1),  # two turns without shares
+        (64, 2048, 1),  # half of the places, yet a merge takes longer than it saves
+        (8, 512, 1),
+        (264, 8192, 1),
+        (296, 8192, 2),  # 32 blocks of a second turn would leave the device to wait
+        (0, 0, 1),
+    ],
+)
+def test_shares(groups, tk, wanted):
+    tile = decode_tile(problem_of(1, 8, 8, d=128), H200)
+    assert decode_splits(groups, -(-tk // tile.keys), tile, H200) == wanted
+
+
+def test_shares_scale_with_the_device():
+    """Half a device has half the places and half the rate, for half the groups."""
     tile = DECODE_TILES[0].tile
-    places = tile.blocks * H200.multiprocessors
-    for blocks in (1, 8, 60, 64, 300, 512, 1000):
-        splits = decode_splits(blocks, 10**6, tile, H200)
-        waves = blocks * splits / places
-        assert waves / np.ceil(waves) >= 0.9
-    assert decode_splits(places, 10**6, tile, H200) == 1
-    assert decode_splits(1, 40, tile, H200) == 10, "shares are worth their merge"
-    assert decode_splits(0, 0, tile, H200) == 1
+    half = replace(H200, multiprocessors=H200.multiprocessors // 2)
+    for groups, tiles in ((8, 1024), (64, 128), (64, 32), (296, 128), (512, 128)):
+        assert decode_splits(groups, tiles, tile, H200) == decode_splits(
+            groups // 2, tiles, tile, half
+        )
 
 
 # ---------------------------------------------------------------------------------- planted faults
