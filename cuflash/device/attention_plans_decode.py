@@ -84,8 +84,8 @@ _BLOCK_STREAM = 65e3
 #: The first row that fits a problem, and whose blocks a multiprocessor has room for, is taken.
 #: 4 TB/s with a latency of a microsecond are 32 KB under way on each of 132 multiprocessors, and
 #: twice that where only half of them have a block. Tiles that fill a multiprocessor with one block
-#: (8 warps, slices of 32 keys, 6 stages) were within 1 % of these, with D = 128 on an H200, with one
-#: block each, up to 5 % faster with one for every second, and 4 to 15 % slower in two turns.
+#: (8 warps, slices of 32 keys, 6 stages) were within 1 % of these on an H200 with one block each,
+#: up to 5 % faster with one for every second, and 4 to 15 % slower in two turns.
 DECODE_TILES = (
     DecodeChoice(
         64, 64, DecodeTile(4, 32, 64, 64, 3, True, 2),
