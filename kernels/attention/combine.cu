@@ -164,10 +164,12 @@ struct PartWeights {
         const int lane = threadIdx.x % 32;
         const A first = lane < count ? parts.lse(lane) : -infinity<A>();
         largest = first;
+#pragma unroll 1
         for (int i = lane + 32; i < count; i += 32) largest = maximum_or_nan(largest, parts.lse(i));
         largest = reduce_warp(largest, [](A a, A b) { return maximum_or_nan(a, b); });
         reference = largest == -infinity<A>() ? A(0) : largest;
         total = exponential(first - reference);
+#pragma unroll 1
         for (int i = lane + 32; i < count; i += 32)
             total = add(total, exponential(parts.lse(i) - reference));
         total = reduce_warp(total, [](A a, A b) { return add(a, b); });

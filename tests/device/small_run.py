@@ -41,6 +41,8 @@ for dtype in (np.float64, np.float32, ml_dtypes.bfloat16):
     out, lse = cuflash.flash_attention(q, k, v, return_lse=True, **options)
     v[0, 60] = np.nan
     cuflash.flash_attention(q, k, v, **options)
+    heads = normal(6, 3, 40, dtype=dtype)
+    cuflash.flash_attention(heads, k, v, causal=True, num_splits=2, enable_gqa=True)
     cuflash.merge_attention(out, lse, out, lse)
 cuflash.softmax(normal(270, 8196))  # the last rows prefetch none
 for columns in (100, 600):
