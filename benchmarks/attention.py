@@ -2,11 +2,14 @@
 
 ``python -m benchmarks.attention`` measures float32 and float64, full and causal, in about a minute;
 ``--table forward16`` the 24 bfloat16 rows with B * T = 16384 tokens and H * D = 2048 in about three
-minutes, or those of them that ``--rows`` names. ``--quick`` takes under 30 seconds. Each writes
+minutes, or those of them that ``--rows`` names; ``--table decode`` one query a head against long
+keys. ``--quick`` takes under 30 seconds. Each writes
 ``benchmarks/results/<gpu>/attention_<table>.csv`` after every problem.
 
 A row holds one method's rate against one peer. With the matmul as the peer, *speedup* is the share
 of its rate: 8192 x 8192 x 8192 in the same dtype (float16 for bfloat16), in the same rounds.
+Decoding reads keys and values: its rate is their bytes over the time, the device copy (read and
+written bytes) stands in the matmul's place, and every call is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,16 +18,19 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cuflash
 from cuflash.bench import device, peers, problems, rows, timing
-from cuflash.bench.problems import AttentionShape
+from cuflash.bench.problems import AttentionShape, Decode
 
 RESULTS = Path(__file__).parent / "results"
 
-MATMUL = "matmul"
+MATMUL, COPY = "matmul", "copy"
+#: Bytes of the copy that decoding is held against.
+COPY_BYTES = 2**30
 #: Inputs used in rotation.
 SETS = 2
 
@@ -33,9 +39,9 @@ SETS = 2
 class Table:
     """Problems, their peers, and what a problem's first method is to reach against which peer."""
 
-    shapes: Sequence[AttentionShape]
+    shapes: Sequence[Any]
     peers: Sequence[peers.Peer]
-    target: Callable[[AttentionShape, rows.Row], tuple[float, bool] | None]
+    target: Callable[[Any, rows.Row], tuple[float, bool] | None]
 
 
 def has_wide_target(shape: AttentionShape) -> bool:
@@ -63,6 +69,19 @@ def forward16_target(shape: AttentionShape, row: rows.Row) -> tuple[float, bool]
     return wanted, problems.meets(row["speedup"], wanted)
 
 
+def decode_target(shape: Decode, row: rows.Row) -> tuple[float, bool] | None:
+    """Hold decoding against both peers, and against the copy where bytes are many."""
+    if row["peer"] == COPY:
+        wanted = problems.DECODE_SHARE
+        return (wanted, row["speedup"] >= wanted) if is_large(shape) else None
+    return 1.0, problems.meets(row["speedup"], 1.0)
+
+
+def is_large(shape: Decode) -> bool:
+    """Tell whether decoding has a least share of the copy's rate."""
+    return shape.bytes >= problems.DECODE_SHARE_BYTES
+
+
 def torch_backends(*names: str) -> list[peers.Peer]:
     """Return PyTorch's backends of these names."""
     wanted = {f"torch SDPA {name}" for name in names}
@@ -72,6 +91,7 @@ def torch_backends(*names: str) -> list[peers.Peer]:
 TABLES = {
     "wide": Table(problems.WIDE_ATTENTION, torch_backends("efficient", "math"), wide_target),
     "forward16": Table(tuple(_FORWARD16), torch_backends("cuDNN", "flash"), forward16_target),
+    "decode": Table(problems.DECODE, peers.DEVICE_DECODE, decode_target),
 }
 
 
@@ -112,6 +132,56 @@ def measure(
     return found
 
 
+def measure_decode(
+    table: Table,
+    shape: Decode,
+    methods: Sequence[str],
+    *,
+    rounds: int = 7,
+    window: float = 0.06,
+) -> list[rows.Row]:
+    """Measure a decoding step by every method; the first one is held against the peers."""
+    inputs = device.decode_inputs(shape, SETS)
+    ours = {method: calls for method in methods if (calls := decode_by(method, inputs))}
+    theirs = peers.willing(table.peers, inputs)
+    copy = device.copy(device.scratch(COPY_BYTES))
+    competitors = {COPY: [copy], **ours, **theirs}
+    result = timing.compare(competitors, clock=device.clock(), rounds=rounds, window=window)
+
+    work = dict.fromkeys(competitors, shape.bytes / 1e12) | {COPY: 2 * COPY_BYTES / 1e12}
+    pairs = [(name, COPY) for name in competitors]
+    pairs += [(name, peer) for name in list(ours)[:1] for peer in theirs]
+    found = []
+    for name, peer in pairs:
+        row = {
+            "method": name,
+            "dtype": "bfloat16",
+            "B": shape.batch,
+            "H": shape.heads,
+            "Hkv": shape.key_heads,
+            "T": shape.tokens,
+            "D": shape.d,
+            **rows.timing(result, name, peer, work[name], "TB/s", peer_work=work[peer]),
+        }
+        wanted = table.target(shape, row) if name in ours else None
+        row["target"], row["met"] = wanted or ("", "")
+        found.append(row)
+    return found
+
+
+def decode_by(method: str, inputs: Sequence[tuple[Any, ...]]) -> list[Callable[[], Any]]:
+    """Return this library's decoding steps, which allocate nothing."""
+    options = {"method": method, "enable_gqa": True}
+    calls = []
+    for arrays in inputs:
+        out = cuflash.flash_attention(*arrays, **options)
+        need = cuflash.workspace_size(*arrays, **options)
+        workspace = device.scratch(need) if need else None
+        call = partial(cuflash.flash_attention, *arrays, **options, out=out, workspace=workspace)
+        calls.append(device.captured(call))
+    return calls
+
+
 def attention_by(
     method: str, shape: AttentionShape, inputs: Sequence[tuple[Any, ...]]
 ) -> list[Callable[[], Any]]:
@@ -129,7 +199,7 @@ def attention_by(
 
 def report(
     name: str,
-    shapes: Sequence[AttentionShape],
+    shapes: Sequence[Any],
     methods: Sequence[str],
     folder: Path | None,
     seconds: float = math.inf,
@@ -138,9 +208,14 @@ def report(
     record = rows.Record(f"attention_{name}", folder, rows.device_environment)
     done = 0
     for shape in timing.within(seconds, shapes):
-        found = measure(TABLES[name], shape, methods)
-        causal = ", causal" if shape.causal else ""
-        record.add(f"Attention, {shape.dtype}, T = {shape.tokens}, D = {shape.d}{causal}", found)
+        if isinstance(shape, Decode):
+            found = measure_decode(TABLES[name], shape, methods)
+            title = f"Decoding, bfloat16, B = {shape.batch}, Hkv = {shape.key_heads}"
+        else:
+            found = measure(TABLES[name], shape, methods)
+            causal = ", causal" if shape.causal else ""
+            title = f"Attention, {shape.dtype}, D = {shape.d}{causal}"
+        record.add(f"{title}, T = {shape.tokens}", found)
         peers.forget()
         done += 1
     record.close()

@@ -37,6 +37,8 @@ def numpy_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "normal", normal)
     monkeypatch.setattr(device, "copy", lambda x: x.copy)
     monkeypatch.setattr(device, "matmul", lambda dtype: np.ones(16).sum)
+    monkeypatch.setattr(device, "scratch", lambda nbytes: np.empty(nbytes, np.uint8))
+    monkeypatch.setattr(device, "captured", lambda call: call)
     monkeypatch.setattr(device, "clock", timing.HostClock)
     monkeypatch.setattr(device, "softmax_regime", lambda dtype, rows, n, axis: "fused")
     monkeypatch.setattr(device, "warm_softmax", lambda problems, methods, elements: None)

@@ -23,7 +23,7 @@ HOST_ATTENTION, HOST_SCORE = "cuflash/host/attention.py", "cuflash/host/score.py
 HOST_VJP = "cuflash/host/attention_vjp.py"
 HOST_SOFTMAX, HOST_ONLINE = "cuflash/host/softmax.py", "cuflash/host/online.py"
 SIMT, SCORE = "kernels/attention/forward_simt.cu", "kernels/lib/score.cuh"
-COMBINE = "kernels/attention/combine.cu"
+COMBINE, DECODE = "kernels/attention/combine.cu", "kernels/attention/decode_mma.cu"
 PAIRS, BACKWARD = "kernels/attention/backward.cuh", "kernels/attention/backward_simt.cu"
 ROWS, ONLINE = "kernels/softmax/rows.cuh", "kernels/softmax/online.cuh"
 STATE = "kernels/lib/online_softmax.cuh"
@@ -39,6 +39,7 @@ CUDA_VJP_TILES = "tests/host_cuda/test_attention_vjp.py::test_nothing_planted"
 CUDA_LAWS = "tests/host_cuda/test_attention.py::test_property"
 CUDA_TILES = "tests/host_cuda/test_attention.py::test_nothing_planted"
 CUDA_CASE = "tests/host_cuda/test_attention.py::test_case"
+CUDA_DECODE = "tests/host_cuda/test_decode_mma.py::test_nothing_planted"
 CUDA_SOFTMAX = "tests/host_cuda/test_softmax.py"
 
 
@@ -234,9 +235,30 @@ MUTATIONS = [
     Mutation(
         "kernel: shares of the keys not normalised",
         COMBINE,
-        "multiply(exponential(lse - reference) / total, part)",
-        "multiply(exponential(lse - reference), part)",
+        "return exponential(lse - reference) / total;",
+        "return exponential(lse - reference);",
         "tests/host_cuda/test_attention.py::test_parts_merge_to_the_whole",
+    ),
+    Mutation(
+        "kernel: parts of other warps left out of the merge",
+        COMBINE,
+        "whole = add(whole, sums[warp - own + w][c][lane]);",
+        "whole = sums[warp][c][lane];",
+        "tests/host_cuda/test_decode_mma.py::test_shares_are_merged",
+    ),
+    Mutation(
+        "kernel: sums of a block's warps not brought to one reference",
+        DECODE,
+        "= exp2_approximate(states[w][r].x - reference);",
+        "= 1;",
+        CUDA_DECODE,
+    ),
+    Mutation(
+        "kernel: every row of a packed group has the first head's options",
+        "kernels/attention/packed_rows.cuh",
+        "row.index.on_axis[p.batch.count - 1] = member;",
+        "row.index.on_axis[p.batch.count - 1] = 0;",
+        CUDA_DECODE,
     ),
     Mutation(
         "kernel: mask of the first tile taken for all",

@@ -394,6 +394,49 @@ def test_sixteen_bit_rows_are_held_against_cudnn() -> None:
     assert table.target(shape, {**row, "peer": "matmul"}) is None
 
 
+@pytest.mark.usefixtures("numpy_device")
+def test_decode_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of K and V over the time; a peer sees the groups of heads as they are."""
+    seen = []
+
+    def stand_in(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> peers.Call:
+        seen.append((q.shape, k.shape, v.shape, q.dtype.name))
+        return lambda: k.copy()
+
+    monkeypatch.setattr(benchmarks.attention, "COPY_BYTES", 1000)
+    shape = problems.Decode(2, 6, 3, 40, 16)
+    table = benchmarks.attention.Table(
+        [shape], [peers.Peer("stand-in", "numpy", stand_in)], benchmarks.attention.decode_target
+    )
+    found = benchmarks.attention.measure_decode(
+        table, shape, ["auto", "tiled"], rounds=2, window=1e-4
+    )
+    keys = (2, 3, 40, 16)
+    assert set(seen) == {((2, 6, 1, 16), keys, keys, "bfloat16")}
+    pairs = {(row["method"], row["peer"]): row for row in found}
+    assert set(pairs) == {(x, "copy") for x in ("copy", "auto", "tiled", "stand-in")} | {
+        ("auto", "stand-in")
+    }
+    row = pairs["auto", "copy"]
+    assert row["rate"] == pytest.approx(2 * 2 * math.prod(keys) / row["ms"] / 1e9)
+    assert row["peer rate"] == pytest.approx(2 * 1000 / row["peer ms"] / 1e9)
+    assert row["target"] == ""
+    assert pairs["auto", "stand-in"]["target"] == 1.0
+    assert pairs["stand-in", "copy"]["target"] == ""
+
+
+def test_decoding_has_a_share_of_the_copy_where_bytes_are_many() -> None:
+    table = benchmarks.attention.TABLES["decode"]
+    assert [peer.name for peer in table.peers] == ["torch SDPA cuDNN", "torch SDPA flash"]
+    wanted = [table.target(shape, {"peer": "copy", "speedup": 0.9}) for shape in table.shapes]
+    assert wanted == [None, None, (0.9, True), (0.9, True)]
+    large = table.shapes[-1]
+    assert table.target(large, {"peer": "copy", "speedup": 0.89}) == (0.9, False)
+    for speedup, met in ((0.99, True), (0.98, False)):
+        row = {"peer": "torch SDPA flash", "speedup": speedup}
+        assert table.target(large, row) == (1.0, met)
+
+
 def test_rows_are_picked_by_number() -> None:
     assert benchmarks.attention.picked("0,4-6", 7) == [0, 4, 5, 6]
     for wrong in ("7", "3-1", "a", "-1", ""):

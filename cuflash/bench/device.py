@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .problems import AttentionShape, dtype_of
+from .problems import AttentionShape, Decode, dtype_of
 from .timing import Call, CudaClock
 
 if TYPE_CHECKING:
@@ -76,6 +76,43 @@ def attention_inputs(shape: AttentionShape, sets: int) -> list[tuple[Any, ...]]:
     """Return sets of normal random q, k, v on the current device, to be used in rotation."""
     size = (3, shape.batch, shape.heads, shape.tokens, shape.d)
     return [tuple(normal(size, shape.dtype, seed)) for seed in range(sets)]
+
+
+def decode_inputs(shape: Decode, sets: int) -> list[tuple[Any, ...]]:
+    """Return sets of normal random q, k, v of a decoding step, to be used in rotation."""
+    q = (shape.batch, shape.heads, 1, shape.d)
+    k = (shape.batch, shape.key_heads, shape.tokens, shape.d)
+    return [
+        tuple(normal(size, "bfloat16", 3 * i + j) for j, size in enumerate((q, k, k)))
+        for i in range(sets)
+    ]
+
+
+def scratch(nbytes: int) -> Any:
+    """Return uninitialised bytes on the current device."""
+    import cupy
+
+    return cupy.empty(nbytes, np.uint8)
+
+
+def captured(call: Call) -> Call:
+    """Return a call as a CUDA graph, so that its host time is that of a launch.
+
+    It was made once before, and what it writes to must live as long as the graph.
+    """
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        call()
+        graph = stream.end_capture()
+
+    def replay() -> None:
+        graph.launch(cupy.cuda.get_current_stream())
+
+    return replay
 
 
 def softmax_regime(dtype: str, rows: int, n: int, axis: int = -1) -> str:

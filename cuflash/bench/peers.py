@@ -102,25 +102,43 @@ def tensor(x: Any) -> Any:
     return torch.from_dlpack(x)
 
 
-def torch_attention(q: Any, k: Any, v: Any, *, causal: bool = False) -> Call:
+def torch_attention(
+    q: Any, k: Any, v: Any, *, causal: bool = False, enable_gqa: bool = False
+) -> Call:
     """Return PyTorch's scaled_dot_product_attention, its backend chosen by PyTorch."""
     from torch.nn.functional import scaled_dot_product_attention
 
     tensors = [tensor(x) for x in (q, k, v)]
-    return lambda: scaled_dot_product_attention(*tensors, is_causal=causal)
+    options = {"is_causal": causal, "enable_gqa": enable_gqa}
+    return lambda: scaled_dot_product_attention(*tensors, **options)
 
 
 def _torch_backend(name: str) -> Callable[..., Call]:
-    def make(q: Any, k: Any, v: Any, *, causal: bool = False) -> Call:
+    def make(q: Any, k: Any, v: Any, **options: bool) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        backend, attend = getattr(SDPBackend, name), torch_attention(q, k, v, causal=causal)
+        backend, attend = getattr(SDPBackend, name), torch_attention(q, k, v, **options)
 
         def call() -> Any:
             with sdpa_kernel(backend):
                 return attend()
 
         return call
+
+    return make
+
+
+def _torch_backend_decode(name: str) -> Callable[..., Call]:
+    def make(q: Any, k: Any, v: Any) -> Call:
+        """Return the call as a CUDA graph: on the host it takes as long as on the GPU."""
+        import torch
+
+        call = _torch_backend(name)(q, k, v, enable_gqa=True)
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
 
     return make
 
@@ -152,6 +170,10 @@ _BACKENDS = {
 }
 DEVICE_ATTENTION = tuple(
     Peer(f"torch SDPA {label}", "torch", _torch_backend(name)) for label, name in _BACKENDS.items()
+)
+DEVICE_DECODE = tuple(
+    Peer(f"torch SDPA {label}", "torch", _torch_backend_decode(_BACKENDS[label]))
+    for label in ("cuDNN", "flash")
 )
 DEVICE_ATTENTION_VJP = tuple(
     Peer(f"torch SDPA {label}", "torch", _torch_backend_vjp(name))

@@ -68,13 +68,18 @@ SOFTMAX_OPERATIONS = {
 
 
 class Decode(NamedTuple):
-    """One query a head against a cache of `tokens` keys, with grouped heads."""
+    """One query a head against a cache of `tokens` keys, with grouped heads, in bfloat16."""
 
     batch: int
     heads: int
     key_heads: int
     tokens: int
     d: int = 128
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of K and V."""
+        return decode_bytes(self.batch, self.key_heads, self.tokens, self.d, 2)
 
 
 class Target(NamedTuple):
@@ -125,13 +130,15 @@ WIDE_ATTENTION = tuple(
 #: Least TFLOP/s of plain CUDA on an H200, full attention with D = 64.
 WIDE_TARGETS = {"float32": 10.0, "float64": 5.0}
 
-#: bfloat16 decoding.
 DECODE = (
     Decode(1, 32, 8, 65536),
     Decode(8, 32, 8, 8192),
     Decode(64, 32, 8, 8192),
     Decode(1, 32, 32, 65536),
 )
+#: Least share of the copy's rate, and the bytes of K and V from which on it is wanted: of fewer,
+#: launches and the merge of shares are a tenth.
+DECODE_SHARE, DECODE_SHARE_BYTES = 0.9, 2**30
 
 #: Softmax over the last axis of (SOFTMAX_ELEMENTS / n, n), on the device: x alone is 17 times the
 #: L2 of an H200 in 16 bits.

@@ -17,6 +17,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ..problem import ArraySpec, AttentionProblem, accumulator
+from .attention_plans_combine import combine_kernels, even_block, even_launch
+from .attention_plans_decode import (
+    DecodeTile,
+    Packing,
+    decode_mma,
+    decode_splits,
+    decode_tile,
+    packing,
+)
 from .attention_plans_mma import (
     MmaTile,
     forward_mma,
@@ -41,8 +50,8 @@ from .compiler import KernelName, Launch
 from .executor import DeviceLimits
 from .parameters import (
     ATTENTION_PARAMETERS,
+    BATCH_AXES,
     COMBINE_EVEN,
-    FLOAT_TYPES,
     BatchPlan,
     Slots,
     as_words,
@@ -50,7 +59,6 @@ from .parameters import (
     moduli,
     slot_members,
     with_sequences,
-    write_array,
     write_problem,
 )
 from .plans import C_TYPES
@@ -192,7 +200,7 @@ def simt_tile(problem: AttentionProblem, limits: DeviceLimits) -> SimtTile:
     )
 
 
-Tile = SimtTile | MmaTile | WgmmaTile
+Tile = SimtTile | MmaTile | DecodeTile | WgmmaTile
 SCORES = ("PlainScore", "RangedScore", "FullScore")
 
 
@@ -213,10 +221,6 @@ def _forward_simt(dtype: np.dtype, score: str, tile: SimtTile) -> KernelName:
     )
 
 
-def _combine(kernel: str) -> KernelName:
-    return KernelName("attention/combine.cu", f"cuflash::{kernel}")
-
-
 def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     """Yield every kernel that a plan for q, k, v of this dtype, or a merge of them, can launch."""
     acc = accumulator(dtype)
@@ -225,10 +229,7 @@ def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
             yield _forward_simt(dtype, score, choice.tile)
     yield from mma_kernels(dtype)
     yield from wgmma_kernels(dtype)
-    for parts in ("ListedParts", "EvenParts"):
-        yield _combine(f"combine<{C_TYPES[acc.name]}, cuflash::{parts}>")
-    for kernel in ("combine_states", "combine_vjp"):
-        yield _combine(f"{kernel}<{C_TYPES[acc.name]}>")
+    yield from combine_kernels(dtype)
 
 
 def attention_obstacles(problem: AttentionProblem, limits: DeviceLimits) -> dict[str, str | None]:
@@ -255,6 +256,12 @@ class _Forward(NamedTuple):
     threads: int
     shared_bytes: int
     queries_stay: bool
+    packing: Packing = Packing()
+
+    def row_tiles(self, problem: AttentionProblem) -> int:
+        """Return the tiles of rows of a batch entry or group."""
+        queries = self.tile.queries // self.packing.members
+        return -(-problem.tq // queries) * self.packing.tiles
 
 
 @lru_cache(maxsize=4096)
@@ -271,6 +278,11 @@ def _forward(problem: AttentionProblem, limits: DeviceLimits) -> _Forward:
         return _Forward(method, wgmma, kernel, wgmma.threads, wgmma.shared_bytes, True)
     if method == "mma":
         score = mma_score(problem, score)
+        decode = decode_tile(problem, limits)
+        if decode is not None:
+            kernel = decode_mma(problem.dtype, score, decode)
+            threads, packed = 32 * decode.warps, packing(problem)
+            return _Forward(method, decode, kernel, threads, decode.shared_bytes, True, packed)
         mma = mma_tile(problem, score, limits)
         kernel = forward_mma(problem.dtype, score, mma)
         return _Forward(method, mma, kernel, 32 * mma.warps, mma.shared_bytes, True)
@@ -294,15 +306,19 @@ def _splits(problem: AttentionProblem, limits: DeviceLimits) -> int:
     """
     if problem.sequences is not None:
         problem = replace(problem, cu_seqlens_q=None, cu_seqlens_k=None)
-    tile = _forward(problem, limits).tile
+    forward = _forward(problem, limits)
+    tile = forward.tile
     tiles = -(-problem.tk // tile.keys)
     if problem.num_splits is not None:
         return max(1, min(problem.num_splits, tiles))
     blocks = (
         math.prod(problem.batch_shape)
-        * -(-problem.tq // tile.queries)
+        // forward.packing.size
+        * forward.row_tiles(problem)
         * max(1, -(-problem.dv // tile.values))
     )
+    if isinstance(tile, DecodeTile):
+        return decode_splits(blocks, tiles, tile, limits)
     wave = 1 if isinstance(tile, WgmmaTile) else _WAVE
     wanted = wave * limits.multiprocessors // max(blocks, 1)
     return max(1, min(wanted, tiles // _SHARE_TILES))
@@ -323,9 +339,6 @@ _MAPPED = tuple(_OPERANDS.index(name) for name in ("q", "k", "v", "out"))
 _EVEN_SLOTS = Slots(COMBINE_EVEN, ["out.data", "lse.data", "parts.out.data", "parts.lse.data"])
 #: Partial results begin at a multiple of this.
 _ALIGNMENT = 16
-WARP = 32
-#: Threads of a block that merges: enough to hide the latency of reading the parts.
-_COMBINE_THREADS = 256
 
 
 @lru_cache(maxsize=4096)
@@ -446,14 +459,14 @@ def plan_attention(
     tile = forward.tile
     splits = _splits(problem, limits)
     # A sequence's last tile may be a part: there is one more for each, see lib/sequences.cuh.
-    row_tiles = -(-problem.tq // tile.queries) + (problem.sequences or 0)
+    row_tiles = forward.row_tiles(problem) + (problem.sequences or 0)
     column_tiles = max(1, -(-problem.dv // tile.values))
     named = {name: getattr(problem, name) for name in _OPERANDS[:_RESULTS]}
     named |= {"out": out, "lse": lse}
     specs = tuple(named.values())
     blocks_per_entry = max(1, row_tiles * column_tiles * splits)
     most_entries = max(1, limits.blocks // blocks_per_entry)
-    batch = batch_plan(problem, named, most_entries)
+    batch = _batch_plan(problem, named, most_entries, forward.packing)
     rows = batch.entries * problem.tq
 
     axes = with_sequences(batch, problem, named)
@@ -477,9 +490,11 @@ def plan_attention(
     write_problem(fields, problem, named, axes)
     fields["out_is_wide"] = splits > 1 or out.dtype != problem.dtype
 
+    fields["group"], fields["members"] = forward.packing[1:]
+
     combine_block = None
     if splits > 1:
-        combine_block = _even_block(problem, out, lse, batch, splits)
+        combine_block = even_block(problem, out, lse, batch, splits)
         parts = combine_block[0]["parts"]
         for name in ("out", "lse"):
             fields[name] = parts[name]
@@ -501,23 +516,47 @@ def plan_attention(
         else Launch(
             forward.kernel,
             grid=min(
-                blocks_per_entry * batch.entries,
+                blocks_per_entry * batch.entries // forward.packing.size,
                 limits.multiprocessors if maps is not None else limits.blocks,
             ),
             block=forward.threads,
             shared_bytes=forward.shared_bytes,
         ),
-        combine=None
-        if splits == 1
-        else combine_launch(
-            f"combine<{C_TYPES[acc.name]}, cuflash::EvenParts>", batch, problem.tq, WARP
-        ),
+        combine=None if splits == 1 else even_launch(problem.dtype, batch, problem.tq, splits),
         _forward_block=as_words(block),
         _combine_block=None if combine_block is None else as_words(combine_block),
         _defaults=(0, problem.tq, problem.tk),
         _lse_start=splits * rows * problem.dv * acc.itemsize,
         _maps=maps,
         _moduli=moduli(specs),
+    )
+
+
+def _batch_plan(
+    problem: AttentionProblem,
+    named: dict[str, ArraySpec | None],
+    most_entries: int,
+    packed: Packing,
+) -> BatchPlan:
+    """Plan the batch axes of the operands, a packed group's last."""
+    shape, axis = problem.batch_shape, packed.axis
+    if axis is None:
+        return batch_plan(problem, named, most_entries)
+    outer = BatchPlan.of(
+        (*shape[:axis], *shape[axis + 1 :]),
+        [spec and _without_axis(spec, axis) for spec in named.values()],
+        most_entries,
+        BATCH_AXES - 1,
+    )
+    steps = [spec and spec.strides[axis] // spec.dtype.itemsize for spec in named.values()]
+    return outer.with_innermost(packed.size, [step or 0 for step in steps])
+
+
+def _without_axis(spec: ArraySpec, axis: int) -> ArraySpec:
+    """Describe the first entry along an axis."""
+    shape, strides = spec.shape, spec.strides
+    return spec._replace(
+        shape=shape[:axis] + shape[axis + 1 :], strides=strides[:axis] + strides[axis + 1 :]
     )
 
 
@@ -531,41 +570,3 @@ def _held_chunks(problem: AttentionProblem, tile: SimtTile, limits: DeviceLimits
     share = limits.shared_per_sm // tile.blocks - _RESERVED_SHARED
     needed = tile.shared_bytes(accumulator(problem.dtype).itemsize, chunks)
     return chunks if needed <= min(share, limits.shared_per_block) else 1
-
-
-def _even_block(
-    problem: AttentionProblem,
-    out: ArraySpec,
-    lse: ArraySpec | None,
-    batch: BatchPlan,
-    splits: int,
-) -> np.ndarray:
-    """Return the parameters that merge partial results: C order of share, entry, row, column."""
-    acc = accumulator(problem.dtype)
-    block = COMBINE_EVEN.zeros()
-    fields = block[0]
-    batch.write(fields["batch"])
-    fields["rows"], fields["values"] = problem.tq, problem.dv
-    write_array(fields["out"], out, batch.strides[-2], 2)
-    if lse is not None:
-        write_array(fields["lse"], lse, batch.strides[-1], 1)
-    parts = fields["parts"]
-    parts["count"] = splits
-    for name, row in (("out", problem.dv), ("lse", 1)):
-        entry = problem.tq * row
-        dense = parts[name]
-        dense["batch_stride"][: len(batch.sizes)] = batch.dense_strides(entry)
-        dense["row_stride"], dense["column_stride"] = row, 1
-        dense["type"] = FLOAT_TYPES.index(acc.name)
-        parts[f"{name}_step"] = batch.entries * entry
-    return block
-
-
-def combine_launch(kernel: str, batch: BatchPlan, rows: int, lanes: int) -> Launch:
-    """Return the launch of a merge, `lanes` threads a row."""
-    threads = -(-min(rows * lanes, _COMBINE_THREADS) // WARP) * WARP
-    return Launch(
-        _combine(kernel),
-        grid=batch.entries * -(-rows // (threads // lanes)),
-        block=threads,
-    )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..problem import AttentionProblem
+from .attention_plans_decode import decode_kernels
 from .compiler import KernelName
 from .executor import DeviceLimits
 from .plans import C_TYPES
@@ -169,3 +170,4 @@ def mma_kernels(dtype: np.dtype) -> Iterator[KernelName]:
         for choice in MMA_TILES:
             for score in _BOUNDS + steps * choice.steps:
                 yield forward_mma(dtype, score, choice.tile)
+        yield from decode_kernels(dtype)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..problem import ArraySpec, AttentionProblem, accumulator, c_strides
 from .attention_plans import SIMT_TILES, attention_obstacles, plan_attention
+from .attention_plans_decode import DECODE_TILES
 from .attention_plans_mma import MMA_TILES
 from .attention_plans_wgmma import WGMMA_TILES
 from .executor import DeviceLimits
@@ -46,5 +47,5 @@ def _dense(shape: tuple[int, ...], dtype: np.dtype) -> ArraySpec:
 
 def _reason(tile: object) -> str:
     """Return why the tables have a tile."""
-    tables: tuple[Iterable[Any], ...] = (WGMMA_TILES, MMA_TILES, SIMT_TILES)
+    tables: tuple[Iterable[Any], ...] = (WGMMA_TILES, MMA_TILES, DECODE_TILES, SIMT_TILES)
     return next(choice.reason for choice in chain(*tables) if choice.tile == tile)

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from ..problem import ArraySpec, accumulator
-from .attention_plans import WARP, combine_launch
+from .attention_plans_combine import WARP, combine_launch, row_warps, tiles_of_rows
 from .compiler import Launch, ParameterBlock
 from .executor import DeviceLimits
 from .parameters import COMBINE_LISTED, COMBINE_VJP, FLOAT_TYPES, BatchPlan, Slots, as_words
@@ -58,7 +58,7 @@ def plan_merge(
         COMBINE_LISTED,
         dict(zip(("out", "lse", *places), flat, strict=True)),
         limits,
-        counts={"parts": len(parts)},
+        parts=len(parts),
     )
 
 
@@ -79,7 +79,7 @@ def plan_merge_vjp(
         for i, (of_out, of_lse) in enumerate(pairs):
             named |= {f"{group}.out[{i}]": of_out, f"{group}.lse[{i}]": of_lse}
     c_type = C_TYPES[parts[0][1].dtype.name]
-    return _plan_rows(f"combine_vjp<{c_type}>", COMBINE_VJP, named, limits, counts={})
+    return _plan_rows(f"combine_vjp<{c_type}>", COMBINE_VJP, named, limits)
 
 
 def _plan_rows(
@@ -87,9 +87,9 @@ def _plan_rows(
     parameters: ParameterBlock,
     named: dict[str, ArraySpec | None],
     limits: DeviceLimits,
-    counts: dict[str, int],
+    parts: int | None = None,
 ) -> MergePlan:
-    """Plan a kernel that goes by rows.
+    """Plan a kernel that goes by rows; `parts`, unless None, are those of a merge.
 
     `named` are its arrays by their places in the parameter block, those of out and of lse in turns.
     """
@@ -105,8 +105,12 @@ def _plan_rows(
     fields = block[0]
     batch.write(fields["batch"])
     fields["rows"], fields["values"] = rows, flat[0].shape[-1] if columns else 1
-    for name, count in counts.items():
-        fields[name]["count"] = count
+    warps = 1
+    if parts is not None:
+        fields["parts"]["count"] = parts
+        fields["warps"] = warps = row_warps(parts)
+    tiles, threads = tiles_of_rows(rows, WARP * warps if columns else 1)
+    fields["tiles"] = tiles
     for i, (name, spec) in enumerate(named.items()):
         if spec is None:
             continue
@@ -120,7 +124,7 @@ def _plan_rows(
             place["column_stride"] = spec.strides[-1] // spec.dtype.itemsize
         place["type"] = FLOAT_TYPES.index(spec.dtype.name)
     return MergePlan(
-        launch=combine_launch(kernel, batch, rows, WARP if columns else 1)
+        launch=combine_launch(kernel, batch.entries * tiles, threads)
         if math.prod(lse.shape)
         else None,
         batch=batch,

@@ -82,6 +82,8 @@ ATTENTION_PARAMETERS = ParameterBlock(
         "values": np.int64,
         "out_is_wide": np.int32,
         "queries_stay": np.int32,
+        "group": np.int32,
+        "members": np.int32,
         "score": SCORE_PARAMETERS,
         "sequences": SEQUENCES,
     },
@@ -133,6 +135,8 @@ def _combine_block(parts: ParameterBlock) -> ParameterBlock:
             "values": np.int64,
             "out": BATCHED_ARRAY,
             "lse": BATCHED_ARRAY,
+            "warps": np.int32,
+            "tiles": np.int32,
             "parts": parts,
         },
     )
@@ -148,6 +152,7 @@ COMBINE_VJP = ParameterBlock(
         "values": np.int64,
         "dout": BATCHED_ARRAY,
         "dlse": BATCHED_ARRAY,
+        "tiles": np.int32,
         "parts": LISTED_PARTS_BLOCK,
         "grads": LISTED_PARTS_BLOCK,
     },
@@ -257,6 +262,13 @@ class BatchPlan(NamedTuple):
         return self._replace(
             sizes=(1, *self.sizes),
             strides=tuple((step, *s) for step, s in zip(strides, self.strides, strict=True)),
+        )
+
+    def with_innermost(self, size: int, strides: Sequence[int]) -> BatchPlan:
+        """Return the plan with one more axis behind the others, never merged with them."""
+        return self._replace(
+            sizes=(*self.sizes, size),
+            strides=tuple((*s, step) for step, s in zip(strides, self.strides, strict=True)),
         )
 
     def dense_strides(self, inner: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@
 // their way out.
 #include "attention/block.cuh"
 #include "attention/fragments.cuh"
+#include "attention/mma_steps.cuh"
 #include "attention/mma_tile.cuh"
 #include "attention/parameters.cuh"
 #include "lib/nonfinite.cuh"
@@ -49,54 +50,15 @@ struct alignas(16) WarpTiles {
     }
 };
 
-// A thread has two neighbours of each 8 keys. Bit j of the result: its key j comes before `end`.
-__device__ __forceinline__ unsigned own_keys_below(int end) {
-    const int own_key = 2 * (threadIdx.x % 4);
-    const int count = end / 8 * 2 + min(max(end % 8 - own_key, 0), 2);
-    return count < 32 ? (1u << count) - 1 : ~0u;
-}
-
-// Turns a thread's dot products with the keys of a tile into scores, -inf where unseen; without
-// steps the scale is left to `FragmentRow`.
-template <typename Tile, typename T, typename Score, typename RowOf>
-__device__ __forceinline__ void change_scores(float (&s)[Tile::kRowTiles][Tile::kKeyTiles][4],
-                                              const BlockWork<T, Score>& block, int64 first_key,
-                                              bool whole, RowOf row_of) {
-    static_assert(2 * Tile::kKeyTiles <= 32, "a bit for each");
-    const int own_key = 2 * (threadIdx.x % 4);
-    auto column_of = [](int j) { return 8 * (j / 2) + j % 2; };
-#pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) {
-        const KeyRange seen = block.score.range(row_of(i));
-        const int low = int(clamp(seen.first - first_key, 0, Tile::kKeys));
-        const int high = int(clamp(seen.last + 1 - first_key, low, Tile::kKeys));
-        const RowPairs pairs{row_of(i), first_key + own_key, low - own_key, high - low};
-        float row[2 * Tile::kKeyTiles];
-#pragma unroll
-        for (int j = 0; j < 2 * Tile::kKeyTiles; ++j) row[j] = s[i / 2][j / 2][i % 2 * 2 + j % 2];
-        if constexpr (Score::kPerPair) block.score.change_row(row, pairs, column_of);
-        if (!whole) {
-            // Bits are as few registers as a row's predicates would be many.
-            const unsigned shown = own_keys_below(high) & ~own_keys_below(low);
-#pragma unroll
-            for (int j = 0; j < 2 * Tile::kKeyTiles; ++j)
-                if (!(shown >> j & 1)) row[j] = -infinity<float>();
-        }
-#pragma unroll
-        for (int j = 0; j < 2 * Tile::kKeyTiles; ++j) s[i / 2][j / 2][i % 2 * 2 + j % 2] = row[j];
-    }
-}
-
 // ----------------------------------------------------------------------------------------- kernel
 
 template <typename T, typename Score, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     forward_mma(const __grid_constant__ AttentionParameters p) {
-    using Product = MatrixProduct<T>;
     using Features = typename Tile::Features;
     using Values = typename Tile::Values;
     constexpr int kRowTiles = Tile::kRowTiles, kRows = Tile::kRows, kKeys = Tile::kKeys;
-    constexpr int kKeyTiles = Tile::kKeyTiles, kValueTiles = Tile::kValueTiles;
+    constexpr int kValueTiles = Tile::kValueTiles;
     constexpr int kThreads = Tile::kThreads;
     constexpr int kFeatures = Features::kPitch / 2, kValues = Values::kPitch / 2;
 
@@ -126,14 +88,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     const int whole_end = filled ? tiles - (block.any.last + 1 < block.tiles.end * kKeys) : 0;
     const float unit = Score::kPerPair ? kLog2OfE : block.score.scale * kLog2OfE;
 
-    // Where a lane's rows of 8 x 8 matrices begin. A right operand is two matrices in neighbouring
-    // registers: keys and values come in the order that gives that.
+    // Where a lane's rows of 8 x 8 matrices begin.
     const unsigned keys_at = here(shared_address(keys));
     const unsigned values_at = keys_at + 2 * Tile::kKeyBytes;
     const unsigned own_query =
         here(shared_address(queries) + Features::at(warp_row + lane % 16, lane / 16));
-    const unsigned own_key = here(keys_at + Features::at(lane % 8 + lane / 16 * 8, lane / 8 % 2));
-    const unsigned own_value = here(values_at + Values::at(lane % 16, lane / 16));
+    const unsigned own_key = here(own_key_row<Tile>(keys_at));
+    const unsigned own_value = here(own_value_row<Tile>(values_at));
 
     RowCopies<kKeys, kFeatures, kThreads, T> key_copies(keys_at, block.k,
                                                         block.tiles.begin * kKeys);
@@ -181,7 +142,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     }
 
     FragmentRow state[kRows];
-    float out[kRowTiles][kValueTiles][4];
+    ValueFragments<Tile> out;
 
     // A second turn only after non-finite values: see lib/nonfinite.cuh.
 #pragma unroll 1
@@ -223,87 +184,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             }
             if (!shown) continue;
 
-            const unsigned tile_keys = own_key + (tile & 1) * Tile::kKeyBytes;
-            float s[kRowTiles][kKeyTiles][4] = {};
-#pragma unroll
-            for (int step = 0; step < Tile::kFeatureSteps; ++step) {
-                unsigned read[kRowTiles][4];
-                if constexpr (!Tile::kQueriesHeld) load_query_step(read, step);
-                const auto& a = Tile::kQueriesHeld ? held[step] : read;
-#pragma unroll
-                for (int j = 0; j < kKeyTiles; j += 2) {
-                    unsigned b[4];
-                    load_matrices(b, Features::advance(tile_keys, step) + j * 8 * Features::kPitch);
-#pragma unroll
-                    for (int m = 0; m < kRowTiles; ++m) {
-                        Product::add(s[m][j], a[m], b[0], b[1]);
-                        Product::add(s[m][j + 1], a[m], b[2], b[3]);
-                    }
-                }
-            }
+            ScoreFragments<Tile> s = {};
+            add_scores<T, Tile>(s, own_key + (tile & 1) * Tile::kKeyBytes,
+                                [&](unsigned (&read)[kRowTiles][4], int step) -> const auto& {
+                                    if constexpr (Tile::kQueriesHeld) return held[step];
+                                    load_query_step(read, step);
+                                    return read;
+                                });
             if (Score::kPerPair || !whole)
-                change_scores<Tile>(s, block, (block.tiles.begin + tile) * kKeys, whole, row_of);
-
-            float top[kRows];  // of the keys of this thread alone, until a row needs more
-            bool passed = false;
-#pragma unroll
-            for (int i = 0; i < kRows; ++i) {
-                top[i] = -infinity<float>();
-#pragma unroll
-                for (int j = 0; j < kKeyTiles; ++j)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e)
-                        top[i] = maximum(top[i], s[i / 2][j][i % 2 * 2 + e]);
-                passed |= state[i].is_passed_by(top[i], unit);
-            }
-            if (__any_sync(kFullWarp, passed)) {
-#pragma unroll
-                for (int i = 0; i < kRows; ++i) {
-                    top[i] = reduce_quad(top[i], [](float a, float b) { return maximum(a, b); });
-                    const float factor = state[i].raise(top[i], unit);
-#pragma unroll
-                    for (int j = 0; j < kValueTiles; ++j)
-#pragma unroll
-                        for (int e = 0; e < 2; ++e) out[i / 2][j][i % 2 * 2 + e] *= factor;
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kRows; ++i) {
-                float sum = 0;
-#pragma unroll
-                for (int j = 0; j < kKeyTiles; ++j)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        float& x = s[i / 2][j][i % 2 * 2 + e];
-                        x = state[i].weight(x, unit);
-                        sum += x;
-                    }
-                state[i].l += sum;
-            }
-
-            const unsigned tile_values = own_value + (tile & 1) * Tile::kValueBytes;
-#pragma unroll
-            for (int step = 0; step < kKeyTiles / 2; ++step) {
-                unsigned a[kRowTiles][4];
-#pragma unroll
-                for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-                    for (int part = 0; part < 4; ++part) {
-                        const float* pair = &s[m][2 * step + part / 2][part % 2 * 2];
-                        a[m][part] = pack<T>(pair[0], pair[1]);
-                    }
-#pragma unroll
-                for (int j = 0; j < kValueTiles; j += 2) {
-                    unsigned b[4];
-                    load_transposed_matrices(
-                        b, Values::advance(tile_values, j / 2) + step * 16 * Values::kPitch);
-#pragma unroll
-                    for (int m = 0; m < kRowTiles; ++m) {
-                        Product::add(out[m][j], a[m], b[0], b[1]);
-                        Product::add(out[m][j + 1], a[m], b[2], b[3]);
-                    }
-                }
-            }
+                change_scores<Tile, Score>(
+                    s, (block.tiles.begin + tile) * kKeys, whole,
+                    [&](int) -> const Score& { return block.score; }, row_of);
+            weigh_scores<Tile>(s, state, out, unit);
+            add_values<T, Tile>(out, s, own_value + (tile & 1) * Tile::kValueBytes);
         }
 
 #pragma unroll

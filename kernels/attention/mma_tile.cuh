@@ -45,19 +45,23 @@ __device__ __forceinline__ bool has_aligned_rows(const Matrix<T>& matrix) {
 }
 
 // A thread's part in copying tiles of kRows rows, one after the other, of a matrix with aligned
-// rows: 16-byte chunks, the same ones of each tile.
+// rows: 16-byte chunks, the same ones of each tile. A block shares the work, or each warp does all
+// of its own.
 template <int kRows, int kColumns, int kThreads, typename T>
 struct RowCopies {
     using Layout = SwizzledTile<kColumns>;
     static constexpr int kNeighbours = Layout::kPeriod, kStep = kThreads / kNeighbours;
-    static_assert(kStep % 8 == 0 && kRows % kStep == 0, "threads keep their place in the pattern");
+    // Threads keep their place in the pattern of 8 rows, or have two by turns.
+    static constexpr int kOtherPlace = kStep % 8 ? kStep * Layout::kChunkBytes : 0;
+    static_assert(kStep % 4 == 0 && kRows % kStep == 0, "whole patterns, or halves");
 
     const T* source;  // the first chunk in the tile to come
     unsigned place;   // where in shared memory it goes
 
     __device__ __forceinline__ RowCopies(unsigned tile, const Matrix<const T>& matrix,
                                          int64 first_row) {
-        const int row = threadIdx.x / kNeighbours, chunk = threadIdx.x % kNeighbours;
+        const int thread = threadIdx.x % kThreads;
+        const int row = thread / kNeighbours, chunk = thread % kNeighbours;
         source = &matrix.at(first_row + row, chunk * kVector<T>);
         place = tile + Layout::at(row, chunk);
     }
@@ -73,15 +77,14 @@ struct RowCopies {
         for (int r = 0; r < kRows; r += kStep, from += kStep * row_stride)
 #pragma unroll
             for (int c = 0; c < Layout::kChunks; c += kNeighbours)
-                copy_async(place + shift + r * Layout::kPitch + c * Layout::kChunkBytes,
-                           from + c * kVector<T>);
+                copy_async(place_of(r, c) + shift, from + c * kVector<T>);
     }
 
     // Rows outside begin..end - 1 and columns from `columns` on become 0: what lies there may be
     // NaN.
     __device__ __forceinline__ void start_part(unsigned shift, int64 row_stride, int begin, int end,
                                                int columns) const {
-        const int thread = thread_here(), row = thread / kNeighbours;
+        const int thread = thread_here() % kThreads, row = thread / kNeighbours;
         int left = columns - thread % kNeighbours * kVector<T>;
 #pragma unroll
         for (int c = 0; c < Layout::kChunks; c += kNeighbours) {
@@ -89,10 +92,17 @@ struct RowCopies {
             const T* from = source + c * kVector<T>;
 #pragma unroll 1
             for (int r = 0; r < kRows; r += kStep, from += kStep * row_stride)
-                copy_async(place + shift + r * Layout::kPitch + c * Layout::kChunkBytes, from,
+                copy_async(place_of(r, c) + shift, from,
                            row + r >= begin && row + r < end ? bytes : 0);
             left -= kNeighbours * kVector<T>;
         }
+    }
+
+  private:
+    // Of the chunk that lies so many rows and chunks after the thread's first one.
+    __device__ __forceinline__ unsigned place_of(int rows, int chunks) const {
+        const unsigned other = rows / kStep % 2 * kOtherPlace;
+        return (place ^ other) + rows * Layout::kPitch + chunks * Layout::kChunkBytes;
     }
 };
 
@@ -105,7 +115,7 @@ __device__ __forceinline__ void copy_elements(unsigned char* tile, const Matrix<
     // Neighbouring threads take neighbours in memory, be they in a row or in a column.
     const bool by_column = llabs(matrix.row_stride) < llabs(matrix.column_stride);
 #pragma unroll 1
-    for (int i = thread_here(); i < kRows * kColumns; i += kThreads) {
+    for (int i = thread_here() % kThreads; i < kRows * kColumns; i += kThreads) {
         const int r = by_column ? i % kRows : i / kColumns;
         const int c = by_column ? i / kRows : i % kColumns;
         T x = narrow<T>(0);
@@ -120,7 +130,7 @@ __device__ __forceinline__ void copy_elements(unsigned char* tile, const Matrix<
 template <int kRows, int kColumns, int kThreads, typename T>
 __device__ __forceinline__ void keep_finite(unsigned char* tile) {
 #pragma unroll 1
-    for (int i = thread_here(); i < kRows * kColumns; i += kThreads) {
+    for (int i = thread_here() % kThreads; i < kRows * kColumns; i += kThreads) {
         T& x = reinterpret_cast<T*>(tile)[i];
         if (!is_finite(widen(x))) x = narrow<T>(0);
     }

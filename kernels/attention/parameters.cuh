@@ -16,6 +16,7 @@ struct AttentionParameters {
     int64 features, values;      // D, Dv
     int out_is_wide;             // out has the accumulator's type
     int queries_stay;            // shared memory holds all features of a block's queries
+    int group, members;          // packed_rows.cuh: entries that share keys, those of a block
     ScoreParameters score;
     Sequences sequences;  // if there are any, `batch` has an axis for them in front, of size 1
 };

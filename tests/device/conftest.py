@@ -14,6 +14,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 #: The compute capabilities that have what a kernel is made of, where not all have it.
 _CAPABLE = {
+    "attention/decode_mma.cu": lambda capability: capability >= 80,
     "attention/forward_mma.cu": lambda capability: capability >= 80,
     "attention/forward_wgmma.cu": lambda capability: capability == 90,
 }

@@ -44,6 +44,8 @@ for dtype in (np.float64, np.float32, ml_dtypes.bfloat16):
     v[0, 60] = np.nan
     cuflash.flash_attention(q, k, v, **options)
     cuflash.flash_attention_vjp(out, q, k, v, out, lse, **options)
+    heads = normal(6, 3, 40, dtype=dtype)
+    cuflash.flash_attention(heads, k, v, causal=True, num_splits=2, enable_gqa=True)
     cuflash.merge_attention(out, lse, out, lse)
     cuflash.merge_attention_vjp(out, lse, out, lse, out, lse)
 cuflash.softmax(normal(270, 8196))  # the last rows prefetch none

@@ -369,3 +369,18 @@ def test_equal_weights_of_many_keys(dtype):
     out, lse = attend("simt", num_splits=1)(q, k, v, return_lse=True)
     assert_attention_close(out, lse, expect_attention(q, k, v))
     assert np.abs(out / v[0] - 1).max() < 2e-5 * np.finfo(dtype).eps / np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize("method", ["simt", "mma"])
+def test_nonfinite_values_of_a_share_without_weight(method):
+    """A bias of -inf gives weight 0, and 0 times NaN is NaN, wherever the keys are cut."""
+    dtype = np.float16 if method == "mma" else np.float32
+    q, k, v = (normal(i, 2, n, 32, dtype=dtype) for i, n in enumerate((30, 600, 600)))
+    v[:, 500, 1] = cupy.nan
+    bias = cupy.zeros(600, np.float32)
+    for weightless in (slice(256, None), slice(None)):
+        bias[weightless] = -cupy.inf
+        for splits in (1, 2, 5):
+            out = cuflash.flash_attention(q, k, v, bias=bias, num_splits=splits, method=method)
+            assert bool(cupy.isnan(out[..., 1]).all())
+            assert int(cupy.isnan(out).sum()) == 60

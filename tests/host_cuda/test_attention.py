@@ -69,6 +69,23 @@ def normal(seed, *shape, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("weightless", [slice(64, None), slice(None)])
+def test_nonfinite_values_of_a_share_without_weight(weightless, value):
+    """A bias of -inf gives weight 0, and 0 times NaN is NaN, wherever the keys are cut."""
+    q, k, v = normal(0, 5, 16), normal(1, 128, 16), normal(2, 128, 4)
+    v[100, 1] = value
+    bias = np.zeros(128, np.float32)
+    bias[weightless] = -np.inf
+    out, lse = on_host_cuda(cuflash.flash_attention)(
+        q, k, v, bias=bias, num_splits=2, return_lse=True
+    )
+    expected, expected_lse = cuflash.flash_attention(q, k, v, bias=bias, return_lse=True)
+    assert np.isnan(out[:, 1]).all()
+    np.testing.assert_allclose(out, expected, 1e-5, 1e-6)
+    np.testing.assert_allclose(lse, expected_lse, 1e-5)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("tq", "d"), [(4, 64), (40, 128)])
 def test_equal_weights_of_many_keys(tq, d, dtype):

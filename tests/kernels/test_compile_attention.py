@@ -5,6 +5,7 @@ With CUFLASH_COMPILE_ALL=1 it is every variant for every architecture.
 """
 
 import os
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("cupy", reason="kernels are compiled through CuPy")
 
 from cuflash.device.attention_plans import SIMT_TILES, attention_kernels
+from cuflash.device.attention_plans_decode import DECODE_TILES
 from cuflash.device.attention_plans_mma import MMA_TILES
 from cuflash.device.attention_vjp_plans import VJP_TILES, attention_vjp_kernels
 from cuflash.device.compiler import compile_only
@@ -24,7 +26,7 @@ HOME = {"float64": "sm_90a", "float32": "sm_90a", "float16": "sm_80", "bfloat16"
 #: Everywhere: these dtypes, in the variant with the most registers and paths.
 COVERING_DTYPES = ("float64", "bfloat16")
 COVERING_WGMMA = "PlainScore<float>, cuflash::WgmmaTile<2, 128, 64,"
-COVERING_MMA_TILE = "MmaTile<2, 4, 64, 64, 64,"
+COVERING_MMA_TILES = ("MmaTile<2, 4, 64, 64, 64,", "DecodeTile<4, 16, 128, 128, 3,")
 #: ptxas fills 255 registers, and for 16-bit inputs, converted as they are loaded, 2 words more; on
 #: tensor cores no tile may spill, whatever the options.
 MOST_SPILLED = {"float64": 0, "float32": 0, "float16": 8, "bfloat16": 8}
@@ -50,7 +52,7 @@ def is_compiled(dtype, architecture, expression):
         return architecture == "sm_90a" and (
             dtype.name == "bfloat16" or COVERING_WGMMA in expression
         )
-    tensor_cores = "forward_mma" in expression
+    tensor_cores = "_mma<" in expression
     if tensor_cores and architecture == "sm_75":
         return False
     if os.environ.get("CUFLASH_COMPILE_ALL"):
@@ -58,7 +60,7 @@ def is_compiled(dtype, architecture, expression):
     home = architecture == HOME[dtype.name]
     if tensor_cores:
         # Seconds each: the two 16-bit types differ by one instruction.
-        covers = COVERING_MMA_TILE in expression
+        covers = any(tile in expression for tile in COVERING_MMA_TILES)
         if home:
             return dtype.name == "bfloat16" or covers
         return covers and dtype.name == "bfloat16" and "RangedScore" in expression
@@ -96,7 +98,7 @@ def test_compiles_without_spills(program, reports):
         assert max(report.spill_stores, report.spill_loads) <= most, report
         assert not report.serialized
     elif architecture == HOME[dtype]:
-        allowed = 0 if "forward_mma" in expression else MOST_SPILLED[dtype]
+        allowed = 0 if "_mma<" in expression else MOST_SPILLED[dtype]
         assert max(report.spill_stores, report.spill_loads) <= allowed, report
         # What is in registers is all that a thread has: no array of scores of its own.
         assert report.stack <= 2 * allowed, report
@@ -117,6 +119,7 @@ def test_every_variant_is_compiled_once():
     }
     assert len(list(attention_kernels(np.dtype(np.float32)))) == 5 * 3 + 4
     assert len(list(attention_vjp_kernels(np.dtype(np.float32)))) == 3 * (2 * 3 + 1) + 2
-    tensor_cores = [k for k in attention_kernels(BFLOAT16) if "forward_mma" in k.expression]
-    assert len(tensor_cores) == sum(7 if choice.steps else 2 for choice in MMA_TILES)
-    assert len([k for k in attention_kernels(BFLOAT16) if "forward_wgmma" in k.expression]) == 4 * 2
+    by_family = Counter(k.expression.split("<")[0][9:] for k in attention_kernels(BFLOAT16))
+    assert by_family["forward_mma"] == sum(7 if choice.steps else 2 for choice in MMA_TILES)
+    assert by_family["decode_mma"] == 2 * len(DECODE_TILES)
+    assert by_family["forward_wgmma"] == 4 * 2
