@@ -44,6 +44,7 @@ SOFTMAX_PARAMETERS = ParameterBlock(
         "log2_lanes": np.int32,
         "across": np.int32,
         "parts": np.int32,
+        "stages": np.int32,
         "ahead": np.int64,
         "states": np.uintp,
         "input": (OPERAND, (3,)),

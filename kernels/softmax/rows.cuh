@@ -59,6 +59,7 @@ struct SoftmaxParameters {
     int log2_lanes;               // of a team in one block: a power of two
     int across;    // neighbouring threads belong to neighbouring rows, not to one row
     int parts;     // of a row, each of one block, where blocks do not hear from each other
+    int stages;    // of the ring through which rows are streamed, see `Feed`
     int64 ahead;   // rows from one to the one that takes its place on the chip; 0: not to prefetch
     void* states;  // (rows, parts): of the parts
     Operand input[3];
@@ -188,6 +189,13 @@ struct Plus {
         return add(a, b);
     }
 };
+struct Merge {
+    template <typename A>
+    __device__ __forceinline__ OnlineSoftmax<A> operator()(const OnlineSoftmax<A>& a,
+                                                           const OnlineSoftmax<A>& b) const {
+        return a.merge(b);
+    }
+};
 
 template <typename T>
 __device__ __forceinline__ T shuffle_xor(T value, int bits) {
@@ -281,7 +289,8 @@ struct Team {
                 state = merge(gather_groups(state), lanes / 32);
             }
         }
-        if constexpr (Blocks::kGather) state = merge(blocks_.gather(state), blocks_.count());
+        if constexpr (Blocks::kGather)
+            state = merge(blocks_.gather(state, Merge{}), blocks_.lanes());
         return state;
     }
 
@@ -301,7 +310,7 @@ struct Team {
                            : butterfly(gather_groups(value), lanes / 32, combine);
         }
         if constexpr (Blocks::kGather)
-            value = butterfly(blocks_.gather(value), blocks_.count(), combine);
+            value = butterfly(blocks_.gather(value, combine), blocks_.lanes(), combine);
         return value;
     }
 
