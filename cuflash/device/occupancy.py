@@ -43,7 +43,7 @@ MANY_ROWS = 1 << 20
 #: Threads of a block of the kernel that first showed the regimes, and its row lengths.
 _SOURCE_THREADS, SOURCE_LENGTHS = 256, (1024, 2048, 4096, 8192, 12288, 16384)
 #: Passes over memory of an element, reads and writes, if the cache serves none.
-_TRIPS = {"naive": 4, "fused": 2, "online": 3, "cluster": 2}
+_TRIPS = {"naive": 4, "fused": 2, "online": 3, "cluster": 2, "short": 2, "stream": 2}
 
 #: GPUs that can be reported on without having one.
 KNOWN_GPUS = {
@@ -121,12 +121,14 @@ def plan_rows(
 
 
 def regime(plan: SoftmaxPlan) -> str:
-    """Return the name by which a plan's way to share out rows goes: a method or `columns`, `split`.
+    """Return the name by which a plan's way to share out rows goes: a method, or a way of `auto`.
 
-    These two are ways of `auto` for rows side by side and for few long rows.
+    These are `short` and `stream` for contiguous rows of few bytes and for many long ones,
+    `columns` for rows side by side and `split` for few long rows.
     """
     first = _name(plan.launches[0].kernel)
-    return {"columns": "columns", "split_states": "split"}.get(first, plan.method)
+    ways = {"columns": "columns", "split_states": "split", "short_rows": "short"}
+    return {**ways, "stream": "stream"}.get(first, plan.method)
 
 
 def residency(
@@ -158,7 +160,7 @@ def residency(
         parts = int(fields["parts"])
         teams = blocks * launch.block * limits.multiprocessors >> int(fields["log2_lanes"])
         in_flight = teams // parts
-        trips = _TRIPS[plan.method]
+        trips = _TRIPS.get(taken, _TRIPS[plan.method])
     wave_bytes = min(in_flight, rows) * length * dtype.itemsize
     absorbed = trips == 3 and wave_bytes <= limits.l2_bytes
     return Residency(

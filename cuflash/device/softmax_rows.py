@@ -151,6 +151,14 @@ class Rows:
                 return False
         return self.kept.sizes[-1] % vector == 0 and self.lie_side_by_side()
 
+    def contiguous(self) -> bool:
+        """Tell whether several rows lie end to end in every operand that has columns."""
+        strides = (self.columns,), (int(self.columns > 1),)
+        return WHERE not in self.roles and all(
+            (self.kept.strides[i], self.reduced.strides[i]) == strides
+            for i in map(self.roles.index, self.full)
+        )
+
     def lie_side_by_side(self) -> bool:
         """Tell whether neighbouring rows of an input are nearer than neighbouring columns."""
         i = self.roles.index(self.full[0]) if self.full else 0

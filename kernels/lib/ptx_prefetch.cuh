@@ -12,9 +12,4 @@ __device__ __forceinline__ void prefetch_to_l2(const void* from, int bytes) {
 #endif
 }
 
-// Has the line of 128 bytes around an address brought to L2.
-__device__ __forceinline__ void prefetch_line_to_l2(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)) : "memory");
-}
-
 }  // namespace cuflash

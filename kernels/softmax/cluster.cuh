@@ -36,12 +36,11 @@ struct Cluster {
 
     __device__ __forceinline__ int count() const { return kBlocks; }
     __device__ __forceinline__ int rank() const { return cluster_rank(); }
-    __device__ __forceinline__ int lanes() const { return kBlocks; }
 
     // Gives each lane of a warp the value of the block whose rank is the lane's number. As in a
     // team's exchange, two buffers take turns.
-    template <typename V, typename Combine>
-    __device__ __forceinline__ V gather(const V& value, Combine) {
+    template <typename V>
+    __device__ __forceinline__ V gather(const V& value) {
         __shared__ V received[2][kBlocks];
         if (!started_) {
             cluster_wait();

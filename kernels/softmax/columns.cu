@@ -77,7 +77,6 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kColumn
 #pragma unroll
             for (int i = 0; i < kHeld; ++i, from += lanes * x_step)
                 held[i] = load_bundle<T, kRows>(from, i < mine, lowest<T>());
-            if (p.ahead) tiles.template prefetch<T>(p, p.input[0], row, kHeld);
 #pragma unroll
             for (int v = 0; v < kRows; ++v)
 #pragma unroll

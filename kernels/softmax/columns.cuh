@@ -1,7 +1,6 @@
 // Tiles of rows that lie side by side in memory: loads, stores, and the union of their states.
 #pragma once
 
-#include "lib/ptx_prefetch.cuh"
 #include "softmax/cluster.cuh"
 #include "softmax/result.cuh"
 
@@ -94,23 +93,6 @@ class Tiles {
         for (int64 tile = blockIdx.x / kBlocks; tile < tiles; tile += gridDim.x / kBlocks) {
             const int64 bundle = tile * kWidth + threadIdx.x % kWidth;
             visit(bundle < bundles ? bundle * kRows : 0, bundle < bundles);
-        }
-    }
-
-    // Has what this block will hold of a later tile brought to L2: `held` columns a lane of one
-    // operand, each a line. `row` is this thread's of the present tile.
-    template <typename T>
-    __device__ __forceinline__ void prefetch(const SoftmaxParameters& p, const Operand& operand,
-                                             int64 row, int held) const {
-        const int side = threadIdx.x % kWidth;
-        const int64 ahead = row - side * kRows + p.ahead * kTile;
-        if (ahead >= p.rows) return;
-        const Place place(p, ahead);
-        const T* from = static_cast<const T*>(operand.data) +
-                        (&operand == &p.input[0] ? place.input[0] : place.input[1]);
-        for (int i = side; i < held; i += kWidth) {
-            const int64 column = lane() + int64(i) * lanes();
-            if (column < p.columns) prefetch_line_to_l2(from + column * operand.reduced_stride[0]);
         }
     }
 

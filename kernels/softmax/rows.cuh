@@ -189,13 +189,6 @@ struct Plus {
         return add(a, b);
     }
 };
-struct Merge {
-    template <typename A>
-    __device__ __forceinline__ OnlineSoftmax<A> operator()(const OnlineSoftmax<A>& a,
-                                                           const OnlineSoftmax<A>& b) const {
-        return a.merge(b);
-    }
-};
 
 template <typename T>
 __device__ __forceinline__ T shuffle_xor(T value, int bits) {
@@ -289,8 +282,7 @@ struct Team {
                 state = merge(gather_groups(state), lanes / 32);
             }
         }
-        if constexpr (Blocks::kGather)
-            state = merge(blocks_.gather(state, Merge{}), blocks_.lanes());
+        if constexpr (Blocks::kGather) state = merge(blocks_.gather(state), blocks_.count());
         return state;
     }
 
@@ -310,7 +302,7 @@ struct Team {
                            : butterfly(gather_groups(value), lanes / 32, combine);
         }
         if constexpr (Blocks::kGather)
-            value = butterfly(blocks_.gather(value, combine), blocks_.lanes(), combine);
+            value = butterfly(blocks_.gather(value), blocks_.count(), combine);
         return value;
     }
 

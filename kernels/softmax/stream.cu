@@ -1,16 +1,16 @@
-// Softmax and its gradients of long contiguous rows (sm_90): two trips to memory and three, which
-// never pause. A block, or the blocks of a cluster, hold a row in registers while the next ones
-// come to shared memory.
+// Softmax and its gradients of many long contiguous rows (sm_90): two trips to memory and three,
+// which never pause. The blocks of a cluster hold a row in registers while the next ones come to
+// shared memory.
 //
-// x (rows, columns) -> output[0] (rows, columns), or one or two entries a row; gradients as in
-// backward.cu. Every lane holds kChunks chunks of its row in registers (of each operand), and of
-// softmax the rest of them where they were copied to.
+// x (rows, columns) -> output[0] (rows, columns); gradients as in backward.cu. Every lane holds
+// kChunks chunks of its row in registers (of each operand), and of softmax the rest of them where
+// they were copied to.
 // Grid: clusters of kBlocks blocks of one team, as many as fit on the GPU at a time, each cluster
-// row by row. Dynamic shared memory: [what a team's reductions need][`Feed`].
+// row by row; any number of them is right. Dynamic shared memory: [what a team's reductions
+// need][`Feed`], with stages for a lane's chunks in registers and for its others.
 #include "softmax/cluster.cuh"
 #include "softmax/feed.cuh"
 #include "softmax/fused.cuh"
-#include "softmax/grid.cuh"
 
 namespace cuflash {
 
@@ -49,17 +49,12 @@ template <>
 struct BlocksOf<1> {
     using type = OneBlock;
 };
-template <>
-struct BlocksOf<0> {
-    using type = Grid;
-};
 
-template <typename T, typename Operation, int kChunks, int kBlocks, bool kRest>
-__global__ void CUFLASH_CLUSTERS(kBlocks > 0 ? kBlocks : 1) __launch_bounds__(kMaxThreads, 1)
+template <typename T, typename Operation, int kChunks, int kBlocks>
+__global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, 1)
     stream(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
-    using ARow = Row<T, kPacked>;
-    // The weights take the place of what was copied.
+    // The weights take the place of what was copied, if they fit there.
     constexpr bool kWeights = Operation::kOfWeights && sizeof(T) == sizeof(A);
     CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
     Team<kPacked, typename BlocksOf<kBlocks>::type> team(p, memory);
@@ -84,7 +79,7 @@ __global__ void CUFLASH_CLUSTERS(kBlocks > 0 ? kBlocks : 1) __launch_bounds__(kM
         feed.fetch(runs < kChunks ? runs : kChunks);
         int first_stage = 0;
 #pragma unroll 1
-        for (int i = kChunks; kRest && i < runs; ++i) {
+        for (int i = kChunks; i < runs; ++i) {
             const int stage = feed.take();
             if (i == kChunks) first_stage = stage;
             top.push(chunk_of(stage, i));
@@ -94,7 +89,7 @@ __global__ void CUFLASH_CLUSTERS(kBlocks > 0 ? kBlocks : 1) __launch_bounds__(kM
         auto for_each_rest = [&](auto visit) {
             int stage = first_stage;
 #pragma unroll 2
-            for (int i = kChunks; kRest && i < runs; ++i) {
+            for (int i = kChunks; i < runs; ++i) {
                 visit(stage, i);
                 if (++stage == p.stages) stage = 0;
             }
@@ -112,23 +107,18 @@ __global__ void CUFLASH_CLUSTERS(kBlocks > 0 ? kBlocks : 1) __launch_bounds__(kM
 
         const Operation operation(state, group);
         const Place place(p, row);
-        if constexpr (Operation::kColumns) {
-            const ARow y(p, p.output[0], place.output[0]);
+        const Row<T, kPacked> y(p, p.output[0], place.output[0]);
 #pragma unroll
-            for (int i = 0; i < kChunks; ++i) y.store(start + i * step, held.result(i, operation));
-            for_each_rest([&](int stage, int i) {
-                const Wide<T> scores(chunk_of(stage, i));
-                Vector<T> result;
+        for (int i = 0; i < kChunks; ++i) y.store(start + i * step, held.result(i, operation));
+        for_each_rest([&](int stage, int i) {
+            const Wide<T> scores(chunk_of(stage, i));
+            Vector<T> result;
 #pragma unroll
-                for (int v = 0; v < kVector<T>; ++v)
-                    result.element[v] =
-                        narrow<T>(result_of<kWeights>(operation, scores.element[v]));
-                y.store(start + i * step, result);
-            });
-        } else if (team.lane_of_all() == 0) {
-            operation.template write<T>(p, place);
-        }
-        if (kRest && runs > kChunks) {
+            for (int v = 0; v < kVector<T>; ++v)
+                result.element[v] = narrow<T>(result_of<kWeights>(operation, scores.element[v]));
+            y.store(start + i * step, result);
+        });
+        if (runs > kChunks) {
             if constexpr (kWeights) fence_shared_for_copies();
             __syncthreads();
             feed.fetch(runs - kChunks);
@@ -137,7 +127,7 @@ __global__ void CUFLASH_CLUSTERS(kBlocks > 0 ? kBlocks : 1) __launch_bounds__(kM
 }
 
 template <typename T, typename Gradient, int kChunks, int kBlocks>
-__global__ void CUFLASH_CLUSTERS(kBlocks > 0 ? kBlocks : 1) __launch_bounds__(kMaxThreads, 1)
+__global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, 1)
     stream_vjp(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
     CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
@@ -167,6 +157,10 @@ __global__ void CUFLASH_CLUSTERS(kBlocks > 0 ? kBlocks : 1) __launch_bounds__(kM
         feed.fetch(2 * runs);
         sum = team.reduce(sum, Sum<A>{});
 
+        if constexpr (sizeof(T) < sizeof(A)) {  // has the compiler widen again what would not fit
+#pragma unroll
+            for (int i = 0; i < kChunks; ++i) held[i] = words_here(held[i]);
+        }
         const Place place(p, row);
         const Row<T, kPacked> dx(p, p.output[0], place.output[0]);
         const Gradient gradient{sum.total};

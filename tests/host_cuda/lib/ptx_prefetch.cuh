@@ -10,8 +10,4 @@ inline void prefetch_to_l2(const void* from, int bytes) {
     for (int i = 0; i < bytes; ++i) (void)octets[i];
 }
 
-inline void prefetch_line_to_l2(const void* address) {
-    (void)*static_cast<const volatile unsigned char*>(address);
-}
-
 }  // namespace cuflash
