@@ -16,8 +16,17 @@ from ..problem import ArraySpec, SoftmaxProblem
 from .compiler import CompileReport, KernelName, compile_only
 from .executor import DeviceLimits, device_limits
 from .plans import SoftmaxPlan, plan_softmax
-from .softmax_regimes import Regime, resident_blocks, softmax_regimes
-from .softmax_rows import SOFTMAX_PARAMETERS
+from .softmax_regimes import (
+    CLUSTER_BYTES,
+    MAX_THREADS,
+    SHORT_LENGTHS,
+    STREAM_CHUNKS,
+    Regime,
+    resident_blocks,
+    softmax_regimes,
+    stream_blocks,
+)
+from .softmax_rows import CHUNK, SOFTMAX_PARAMETERS
 
 __all__ = [
     "KNOWN_GPUS",
@@ -43,7 +52,7 @@ MANY_ROWS = 1 << 20
 #: Threads of a block of the kernel that first showed the regimes, and its row lengths.
 _SOURCE_THREADS, SOURCE_LENGTHS = 256, (1024, 2048, 4096, 8192, 12288, 16384)
 #: Passes over memory of an element, reads and writes, if the cache serves none.
-_TRIPS = {"naive": 4, "fused": 2, "online": 3, "cluster": 2, "short": 2, "stream": 2}
+_TRIPS = {"naive": 4, "fused": 2, "online": 3, "cluster": 2}
 
 #: GPUs that can be reported on without having one.
 KNOWN_GPUS = {
@@ -155,12 +164,15 @@ def residency(
         tile_rows, width, held, parts = _counts(launch.kernel)
         in_flight = blocks * limits.multiprocessors // parts * tile_rows * width
         trips = 2 if held else 3
+    elif taken == "short":
+        parts, trips = 1, 2
+        in_flight = blocks * limits.multiprocessors * -(-rows // launch.grid)
     else:
         fields = np.frombuffer(plan.block, SOFTMAX_PARAMETERS.dtype)[0]
         parts = int(fields["parts"])
         teams = blocks * launch.block * limits.multiprocessors >> int(fields["log2_lanes"])
         in_flight = teams // parts
-        trips = _TRIPS.get(taken, _TRIPS[plan.method])
+        trips = _TRIPS[plan.method]
     wave_bytes = min(in_flight, rows) * length * dtype.itemsize
     absorbed = trips == 3 and wave_bytes <= limits.l2_bytes
     return Residency(
@@ -196,6 +208,7 @@ def report(limits: DeviceLimits, dtype: np.dtype) -> Iterator[str]:
     yield from _residency_lines(limits, dtype, _LENGTHS, axis=-1)
     yield ""
     yield from _regime_lines(softmax_regimes(limits), dtype)
+    yield from _way_lines(limits, dtype)
     yield ""
     yield "rows side by side: the first axis of a matrix"
     yield from _residency_lines(limits, dtype, _ACROSS_LENGTHS, axis=0)
@@ -222,6 +235,19 @@ def _regime_lines(regimes: tuple[Regime, ...], dtype: np.dtype) -> Iterator[str]
         bounded = each.row_bytes < float("inf")
         reach = f"to N = {int(each.row_bytes) // dtype.itemsize}" if bounded else "beyond"
         yield f"{each.method:8}{reach}: {each.reason}"
+
+
+def _way_lines(limits: DeviceLimits, dtype: np.dtype) -> Iterator[str]:
+    """Yield what `auto` makes of contiguous rows beside the methods that it could be asked for."""
+    lengths = ", ".join(map(str, SHORT_LENGTHS[dtype.itemsize]))
+    yield f"{'short':8}N = {lengths}, end to end: a row is a thread's, nothing is exchanged"
+    chunks = limits.cluster_blocks * MAX_THREADS * STREAM_CHUNKS
+    if stream_blocks(MANY_ROWS, chunks, dtype, limits, pairs=False):
+        first, last = (n // dtype.itemsize for n in (CLUSTER_BYTES[dtype.itemsize], chunks * CHUNK))
+        yield (
+            f"{'stream':8}N = {first + 1} to {last}, many rows: clusters that stay hold a row each "
+            "while the next ones come to shared memory"
+        )
 
 
 def source_occupancy(limits: DeviceLimits, length: int) -> tuple[int, float]:
