@@ -338,8 +338,8 @@ def test_many_long_rows_are_streamed(dtype, operation):
     assert not streams(2000, first + chunk, dtype, operation=operation)
     assert not streams(2000, first - 1, dtype, operation=operation)
     for other in ({"method": "cluster"}, {"method": "online"}, {"where": np.ones(1, bool)}):
-        assert not streams(2000, first // 8, dtype, operation=operation, **other)
-    enough = 16 * 132 // 16
+        assert not streams(2000, first // 2, dtype, operation=operation, **other)
+    enough = -(-15 * 132 // 16)
     assert streams(enough, first, dtype, operation=operation) == 16
     assert not streams(enough - 1, first, dtype, operation=operation)
     for limits in (T4, replace(H200, shared_per_block=99 << 10), replace(H200, cluster_blocks=8)):
