@@ -8,8 +8,9 @@ instead of contiguous ones, ``--quick`` takes under a minute. A run can be done 
 
 A row holds one method's rate, counted as one read or write of every operand whatever the method
 really moves, against one peer. With the device copy as the peer, *speedup* is the share of the
-copy's rate. *regime* is what `auto` takes: a method, `columns` for rows side by side, or `split`
-where few long rows are spread over the GPU.
+copy's rate. *regime* is what `auto` takes: a method, `columns` for rows side by side, `short` and
+`stream` for contiguous rows of few elements and for many long ones, or `split` where few long rows
+are spread over the GPU.
 """
 
 from __future__ import annotations

@@ -140,11 +140,14 @@ def test_kernels_are_compiled_for_the_rows_that_run(monkeypatch: pytest.MonkeyPa
         return {kernel.source for kernel in kernels}
 
     monkeypatch.setattr(device, "_limits", lambda: H200)
-    assert warmed("softmax", "float32", 2**20) == {"softmax/online.cu"}
+    assert warmed("softmax", "float32", 2**20) == {"softmax/stream.cu"}
+    assert warmed("softmax", "float32", 2**21) == {"softmax/online.cu"}
     assert warmed("softmax", "float32", 2**24) == {"softmax/split.cu"}
     assert warmed("softmax_vjp", "float32", 512, 0) == {"softmax/columns.cu"}
-    regimes = [device.softmax_regime("float32", 2**29 // n, n) for n in (2**15, 2**18, 2**24)]
-    assert regimes == ["fused", "cluster", "split"]
+    regimes = [
+        device.softmax_regime("float32", 2**29 // n, n) for n in (4, 2**15, 2**16, 2**18, 2**24)
+    ]
+    assert regimes == ["short", "fused", "cluster", "stream", "split"]
     assert device.softmax_regime("float32", 2**20, 512, 0) == "columns"
 
 

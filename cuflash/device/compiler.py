@@ -34,12 +34,17 @@ class KernelName(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How a kernel is started: all but its parameters. Threads are along x."""
+    """How a kernel is started: all but its parameters. Threads are along x.
+
+    `staying` is 0, or the blocks of a cluster where clusters stay until all work is done: then no
+    more of the grid is started than fits on the device at a time.
+    """
 
     kernel: KernelName
     grid: int
     block: int
     shared_bytes: int = 0
+    staying: int = 0
 
 
 @cache

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import cupy
 import numpy as np
 
+from .clusters import fitting_clusters
 from .compiler import Launch, load
 
 
@@ -126,8 +127,11 @@ class CurrentDevice:
         cupy.cuda.driver.CUDADriverError
             The launch was refused.
         """
+        grid = launch.grid
+        if launch.staying:
+            grid = min(grid, launch.staying * fitting_clusters(launch, self.device))
         load(launch.kernel, self.device)(
-            (launch.grid,),
+            (grid,),
             (launch.block,),
             (parameters,),
             shared_mem=launch.shared_bytes,

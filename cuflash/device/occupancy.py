@@ -16,8 +16,17 @@ from ..problem import ArraySpec, SoftmaxProblem
 from .compiler import CompileReport, KernelName, compile_only
 from .executor import DeviceLimits, device_limits
 from .plans import SoftmaxPlan, plan_softmax
-from .softmax_regimes import Regime, resident_blocks, softmax_regimes
-from .softmax_rows import SOFTMAX_PARAMETERS
+from .softmax_regimes import (
+    CLUSTER_BYTES,
+    MAX_THREADS,
+    SHORT_LENGTHS,
+    STREAM_CHUNKS,
+    Regime,
+    resident_blocks,
+    softmax_regimes,
+    stream_blocks,
+)
+from .softmax_rows import CHUNK, SOFTMAX_PARAMETERS
 
 __all__ = [
     "KNOWN_GPUS",
@@ -121,12 +130,14 @@ def plan_rows(
 
 
 def regime(plan: SoftmaxPlan) -> str:
-    """Return the name by which a plan's way to share out rows goes: a method or `columns`, `split`.
+    """Return the name by which a plan's way to share out rows goes: a method, or a way of `auto`.
 
-    These two are ways of `auto` for rows side by side and for few long rows.
+    These are `short` and `stream` for contiguous rows of few bytes and for many long ones,
+    `columns` for rows side by side and `split` for few long rows.
     """
     first = _name(plan.launches[0].kernel)
-    return {"columns": "columns", "split_states": "split"}.get(first, plan.method)
+    ways = {"columns": "columns", "split_states": "split", "short_rows": "short"}
+    return {**ways, "stream": "stream"}.get(first, plan.method)
 
 
 def residency(
@@ -153,6 +164,9 @@ def residency(
         tile_rows, width, held, parts = _counts(launch.kernel)
         in_flight = blocks * limits.multiprocessors // parts * tile_rows * width
         trips = 2 if held else 3
+    elif taken == "short":
+        parts, trips = 1, 2
+        in_flight = blocks * limits.multiprocessors * -(-rows // launch.grid)
     else:
         fields = np.frombuffer(plan.block, SOFTMAX_PARAMETERS.dtype)[0]
         parts = int(fields["parts"])
@@ -194,6 +208,7 @@ def report(limits: DeviceLimits, dtype: np.dtype) -> Iterator[str]:
     yield from _residency_lines(limits, dtype, _LENGTHS, axis=-1)
     yield ""
     yield from _regime_lines(softmax_regimes(limits), dtype)
+    yield from _way_lines(limits, dtype)
     yield ""
     yield "rows side by side: the first axis of a matrix"
     yield from _residency_lines(limits, dtype, _ACROSS_LENGTHS, axis=0)
@@ -220,6 +235,19 @@ def _regime_lines(regimes: tuple[Regime, ...], dtype: np.dtype) -> Iterator[str]
         bounded = each.row_bytes < float("inf")
         reach = f"to N = {int(each.row_bytes) // dtype.itemsize}" if bounded else "beyond"
         yield f"{each.method:8}{reach}: {each.reason}"
+
+
+def _way_lines(limits: DeviceLimits, dtype: np.dtype) -> Iterator[str]:
+    """Yield what `auto` makes of contiguous rows beside the methods that it could be asked for."""
+    lengths = ", ".join(map(str, SHORT_LENGTHS[dtype.itemsize]))
+    yield f"{'short':8}N = {lengths}, end to end: a row is a thread's, nothing is exchanged"
+    chunks = limits.cluster_blocks * MAX_THREADS * STREAM_CHUNKS
+    if stream_blocks(MANY_ROWS, chunks, dtype, limits, pairs=False):
+        first, last = (n // dtype.itemsize for n in (CLUSTER_BYTES[dtype.itemsize], chunks * CHUNK))
+        yield (
+            f"{'stream':8}N = {first + 1} to {last}, many rows: clusters that stay hold a row each "
+            "while the next ones come to shared memory"
+        )
 
 
 def source_occupancy(limits: DeviceLimits, length: int) -> tuple[int, float]:

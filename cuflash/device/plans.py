@@ -20,12 +20,22 @@ from .compiler import KernelName, Launch
 from .executor import DeviceLimits
 from .softmax_regimes import (
     ACROSS_BYTES,
+    CLUSTER_BYTES,
     CLUSTERS,
     COLUMN_TILES,
     HELD_CHUNKS,
     HELD_PAIRS,
     LEAST_THREADS,
     MAX_THREADS,
+    PAIR_CLUSTER_BYTES,
+    SHORT_LENGTHS,
+    SHORT_THREADS,
+    STREAM_BYTES,
+    STREAM_CHUNKS,
+    STREAM_HELD,
+    STREAM_HELD_DOUBLE,
+    STREAM_PAIRS,
+    STREAM_STAGES,
     WARP,
     ColumnTile,
     cluster_capacity,
@@ -39,6 +49,7 @@ from .softmax_regimes import (
     rows_ahead,
     shared_capacity,
     softmax_regimes,
+    stream_blocks,
 )
 from .softmax_rows import CHUNK, SOFTMAX_PARAMETERS, STATISTICS, WHERE, Rows, divisor, rows_of
 
@@ -108,17 +119,25 @@ _OPERATIONS = {
 _FORWARD = ("softmax", "log_softmax", "logsumexp", "softmax_state")
 _LAYOUTS = ("kPacked", "kStrided", "kScattered")
 _REDUCED_VJPS = ("SoftmaxVjp", "LogSoftmaxVjp")
+#: What writes whole rows, and so gains by reading the next one meanwhile.
+_STREAMED = ("Softmax", "LogSoftmax", *_REDUCED_VJPS)
 #: What reduces nothing.
 _ELEMENTWISE = ("logsumexp_vjp", "state_apply")
 
 
 def _kernel(
-    file: str, template: str, dtype: np.dtype, operation: str | None, layout: str, *counts: int
+    file: str,
+    template: str,
+    dtype: np.dtype,
+    operation: str | None,
+    layout: str | None,
+    *counts: int,
 ) -> KernelName:
     arguments = [C_TYPES[dtype.name]]
     if operation is not None:
         arguments.append(f"cuflash::{operation}<{C_TYPES[accumulator(dtype).name]}>")
-    arguments.append(f"cuflash::{layout}")
+    if layout is not None:
+        arguments.append(f"cuflash::{layout}")
     arguments += map(str, counts)
     return KernelName(f"softmax/{file}.cu", f"cuflash::{template}<{', '.join(arguments)}>")
 
@@ -154,17 +173,40 @@ def softmax_kernels(dtype: np.dtype, *, clusters: bool = True) -> Iterator[Kerne
             for operation in _REDUCED_VJPS if packed else ():
                 for count in sorted({HELD_PAIRS, held_chunks(blocks, dtype, pairs=True)}):
                     yield _kernel("cluster", "cluster_vjp", dtype, operation, layout, count, blocks)
+    for operation in forward:
+        for length in SHORT_LENGTHS[dtype.itemsize]:
+            yield _kernel("short", "short_rows", dtype, operation, None, length)
+    for blocks in CLUSTERS if clusters else ():
+        for operation in _STREAMED:
+            if blocks >= _least_streamed(dtype, pairs=operation in _REDUCED_VJPS):
+                yield _stream_kernel(dtype, operation, blocks)
     for operation, pairs in (*((o, False) for o in forward), *((o, True) for o in _REDUCED_VJPS)):
         for tile in COLUMN_TILES[dtype.itemsize, pairs]:
-            for blocks in _powers_of_two(tile.blocks if clusters else 1):
+            most = tile.blocks if clusters else 1
+            for blocks in _powers_of_two(most) if tile.held else sorted({1, most}):
                 yield _columns_kernel(dtype, operation, tile, blocks)
 
 
+def _least_streamed(dtype: np.dtype, *, pairs: bool) -> float:
+    """Return the blocks of the smallest cluster that streams rows."""
+    if pairs:
+        each, longest = STREAM_PAIRS, PAIR_CLUSTER_BYTES.get(dtype.itemsize, math.inf)
+    else:
+        each, longest = STREAM_CHUNKS, CLUSTER_BYTES[dtype.itemsize]
+    return 2 * longest / (each * MAX_THREADS * CHUNK)
+
+
+def _stream_kernel(dtype: np.dtype, operation: str, blocks: int) -> KernelName:
+    if operation in _REDUCED_VJPS:
+        return _kernel("stream", "stream_vjp", dtype, operation, None, STREAM_PAIRS, blocks)
+    held = STREAM_HELD_DOUBLE if dtype.itemsize == 8 else STREAM_HELD
+    return _kernel("stream", "stream", dtype, operation, None, held, blocks)
+
+
 def _columns_kernel(dtype: np.dtype, operation: str, tile: ColumnTile, blocks: int) -> KernelName:
-    types = f"{C_TYPES[dtype.name]}, cuflash::{operation}<{C_TYPES[accumulator(dtype).name]}>"
     template = "columns_vjp" if operation in _REDUCED_VJPS else "columns"
-    counts = f"{tile.rows}, {tile.width}, {tile.held}, {blocks}"
-    return KernelName("softmax/columns.cu", f"cuflash::{template}<{types}, {counts}>")
+    counts = tile.rows, tile.width, tile.held, blocks
+    return _kernel("columns", template, dtype, operation, None, *counts)
 
 
 @lru_cache(maxsize=4096)
@@ -201,11 +243,19 @@ def plan_softmax(
         raise TooManyAxes
     method = _method(problem, rows, limits)
     plan = _Planner(problem, rows, rows.layout(aligned), limits, method)
-    bundled = problem.method == "auto" and rows.bundled(aligned) and not plan.splits(method)
+    # Ways of `auto` alone: each sums in an order of its own, a method in one for all layouts.
+    free = problem.method == "auto" and not plan.splits(method)
+    bundled = free and rows.bundled(aligned)
+    short = free and aligned and rows.columns in SHORT_LENGTHS[rows.dtype.itemsize]
     if not math.prod(outputs[0].shape):
         launches: tuple[Launch, ...] = ()
+    elif plan.streams:
+        launches = (plan.stream(),)
     elif problem.operation in _FORWARD:
-        launches = plan.columns() if bundled else getattr(plan, method)()
+        if short and rows.contiguous():
+            launches = (plan.short(),)
+        else:
+            launches = plan.columns() if bundled else getattr(plan, method)()
     elif problem.operation.startswith("state"):
         launches = (plan.apply(),)
     else:
@@ -213,7 +263,7 @@ def plan_softmax(
         launches = plan.columns() if bundled else plan.backward()
     workspaces, workspace = plan.workspaces(method)
     return SoftmaxPlan(
-        method=method,
+        method="cluster" if plan.streams else method,
         launches=launches,
         block=plan.block(statistics=method == "naive").tobytes(),
         pointers=tuple(map(_pointer_offset, rows.roles)),
@@ -256,8 +306,16 @@ class _Planner:
         self._packed = layout == "kPacked"
         self._across = not self._packed and rows.lie_side_by_side()
         self._blocks, self._slots, self._ahead = 1, 1, 0
-        self._pairs = _OPERATIONS.get(problem.operation) in _REDUCED_VJPS
-        if method == "cluster":
+        operation = _OPERATIONS.get(problem.operation)
+        self._pairs = operation in _REDUCED_VJPS
+        #: Whether clusters stream the rows, which must be many.
+        self.streams = False
+        if self._packed and problem.method == "auto" and operation in _STREAMED:
+            streamed = stream_blocks(rows.rows, rows.chunks, rows.dtype, limits, pairs=self._pairs)
+            self.streams = streamed > 0
+        if self.streams:
+            self._blocks, self._lanes = streamed, MAX_THREADS
+        elif method == "cluster":
             self._blocks, self._lanes = cluster_shape(rows.chunks, limits)
         elif self.splits(method):
             self._blocks = parts_of(rows.rows, rows.chunks * CHUNK, limits)
@@ -325,12 +383,32 @@ class _Planner:
             )
         return (self._launch("online", "online", self._operation()),)
 
+    def stream(self) -> Launch:
+        """Return the kernel for many long rows: no more clusters than there can be at a time."""
+        kernel = _stream_kernel(self._rows.dtype, self._operation(), self._blocks)
+        clusters = min(self._rows.rows, self._limits.multiprocessors // self._blocks)
+        return Launch(kernel, clusters * self._blocks, self._lanes, STREAM_BYTES, self._blocks)
+
+    def short(self) -> Launch:
+        """Return the kernel for contiguous rows that are a thread's each."""
+        rows = self._rows
+        vector = CHUNK // rows.dtype.itemsize
+        chunks = rows.columns // math.gcd(rows.columns, vector)
+        of_block = max(4 // chunks, 1) * SHORT_THREADS * chunks * vector // rows.columns
+        return Launch(
+            _kernel("short", "short_rows", rows.dtype, self._operation(), None, rows.columns),
+            grid=min(-(-rows.rows // of_block), self._limits.blocks),
+            block=SHORT_THREADS,
+        )
+
     def columns(self) -> tuple[Launch, ...]:
         """Return the kernel for rows side by side, with an order of sums of its own."""
         rows, limits = self._rows, self._limits
         tiles = COLUMN_TILES[rows.dtype.itemsize, self._pairs]
         tile = next(tile for tile in tiles if rows.columns <= tile.columns(limits))
-        lanes, blocks = tile.lanes, 1
+        lanes, blocks, count = tile.lanes, 1, -(-rows.rows // (tile.width * tile.rows))
+        if not tile.held and tile.blocks <= limits.cluster_blocks:
+            blocks = tile.blocks if count < limits.multiprocessors else 1
         if tile.held:
             lanes = max(power_of_two(-(-rows.columns // tile.held)), LEAST_THREADS // tile.width)
             blocks = max(1, lanes // tile.lanes)
@@ -340,7 +418,7 @@ class _Planner:
         return (
             Launch(
                 _columns_kernel(rows.dtype, self._operation(), tile, blocks),
-                grid=min(-(-rows.rows // tile_rows), limits.blocks // blocks) * blocks,
+                grid=min(count, limits.blocks // blocks) * blocks,
                 block=threads,
                 shared_bytes=2 * (threads // WARP + blocks) * tile_rows * state,
             ),
@@ -376,6 +454,7 @@ class _Planner:
         fields["reduced_axes"] = len(rows.reduced.sizes)
         fields["log2_lanes"], fields["across"] = self._lanes.bit_length() - 1, self._across
         fields["parts"], fields["ahead"] = self._blocks, self._ahead
+        fields["stages"] = STREAM_STAGES if self.streams else 0
         for (member, i), spec, kept, reduced in zip(
             rows.roles, rows.specs, rows.kept.strides, rows.reduced.strides, strict=True
         ):

@@ -53,13 +53,43 @@ ACROSS_BYTES = 64
 #: Bytes that a thread or warp gives to the others of its team, in two buffers (`kExchange`).
 EXCHANGE = 2 * 16
 
+#: Row lengths that `short.cu` takes, by bytes of an element, and the threads of its blocks: a row
+#: of one thread needs no exchange (0.93 to 0.99 of the copy in place of 0.05 to 0.79; of single
+#: elements 0.64 in 16 bits, 0.71 in float64). Longer rows have lanes enough.
+SHORT_LENGTHS, SHORT_THREADS = {2: (1, 2, 3, 4, 8), 4: (1, 2, 3, 4), 8: (1, 2)}, 256
+
+#: Longest rows, in bytes, that `cluster` takes rather than `stream`. Each holds the row of a block
+#: of 128 KB better than anything; in float32 4 blocks of 256 threads come to 0.90 as streamed rows
+#: do, 8 to 0.88 and 0.90, 16 to 0.85 and 0.88. float64 computes for longer than it waits: to 1 MB
+#: streamed rows lose 0.04 (0.74 to 0.70 at N = 2^17), then gain 0.09. Gradients: 2 blocks of 512
+#: stand at 1.01 (streamed 0.99), 4 at 0.96 (1.00); those of float64 have not been measured.
+CLUSTER_BYTES = {2: 1 << 18, 4: 1 << 18, 8: 1 << 20}
+PAIR_CLUSTER_BYTES = {2: 1 << 16, 4: 1 << 16}
+#: Most chunks of a lane of `stream`, of a row and of each of two operands: half of a row in
+#: registers and half in shared memory (cluster of 8 with 32 chunks 0.87 at N = 2^19 in float32, of
+#: 16 with 16 chunks in registers 0.78: the smaller cluster leaves fewer multiprocessors idle).
+STREAM_CHUNKS, STREAM_PAIRS = 32, 8
+#: Chunks of a row that a lane of `stream` holds in registers; float64 keeps weights of twice the
+#: size nowhere else and spills with 16.
+STREAM_HELD, STREAM_HELD_DOUBLE = 16, 8
+#: Runs of 512 chunks in shared memory: all of it.
+STREAM_STAGES = 27
+#: Least rows for each cluster that there may be: they are dealt out evenly, so that with fewer the
+#: last round could cost what streaming gains (0.02 at the least). Arrays of 512 MB have as many.
+STREAM_ROWS = 15
+#: Shared memory of `stream`: reductions, barriers (`kBarrierBytes`) and stages.
+STREAM_BYTES = MAX_THREADS // WARP * EXCHANGE + 256 + STREAM_STAGES * MAX_THREADS * CHUNK
+#: What the exchange of a cluster has beside that, at most.
+STREAM_STATIC_BYTES = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class ColumnTile:
     """A tile of `columns.cu`: `width` threads side by side with `rows` rows each.
 
     A lane holds `held` columns in registers, 0 where it reads them twice; a block has at most
-    `lanes` lanes, and `blocks` of them are a cluster at most.
+    `lanes` lanes, and `blocks` of them are a cluster at most. Tiles that are read twice have such a
+    cluster each where there are fewer of them than multiprocessors.
     """
 
     rows: int
@@ -74,34 +104,41 @@ class ColumnTile:
         return self.held * self.lanes * blocks if self.held else math.inf
 
 
-#: By bytes of an element and whether there are two operands, in the order of preference. A lane
-#: holds 64 bytes (float32 also 128, which leaves fewer lanes to be united), and threads side by
-#: side read 64 or 128. In bfloat16 and in float64's softmax reading twice beats a cluster (0.55 to
-#: 0.34, 0.54 to 0.35 at N = 4096). Beside them the shares at N = 128, 512 and 4096.
+#: By bytes of an element and whether there are two operands, in the order of preference. Threads
+#: side by side read 128 bytes, where a block can hold that many rows, else 64. A lane holds 64
+#: bytes of short rows and 128 beyond: as few lanes as registers allow, since every one is a state
+#: to be united (16-bit rows of 512: 0.84; with 64 bytes 0.65, in clusters of 2 blocks 0.64).
+#: Fewer threads side by side beat a cluster of 2 (float64 of 1024: 0.76 to 0.73), and from a
+#: cluster of 16 on reading twice is as fast (0.55 to 0.50 in 16 bits, 0.53 to 0.53 in float64 at
+#: N = 16384). Beside them the shares at N = 128, 512, 1024 and 4096. Beyond: 0.55 at 16384; at
+#: 65536, of 64 tiles, 0.33 in a block each, 0.45 in clusters of 4, 0.49 of 8 and 0.50 of 16 (in
+#: float32 not measured).
 COLUMN_TILES = {
-    # 0.84, 0.83, 0.67; beyond clusters 0.59
+    # 0.85, 0.84, 0.73, 0.70
     (4, False): (
         ColumnTile(1, 32, 16, 8),
         ColumnTile(1, 32, 32, 16, blocks=16),
-        ColumnTile(2, 16, 0, 32),
+        ColumnTile(2, 16, 0, 32, blocks=8),
     ),
-    # 0.73, 0.56, 0.55
+    # 0.84, 0.84, 0.74, 0.57
     (2, False): (
-        ColumnTile(2, 32, 16, 8),
-        ColumnTile(2, 16, 16, 32),
-        ColumnTile(4, 16, 0, 32),
+        ColumnTile(2, 32, 16, 4),
+        ColumnTile(2, 32, 32, 16),
+        ColumnTile(2, 16, 32, 32, blocks=4),
+        ColumnTile(4, 16, 0, 32, blocks=8),
     ),
-    # 0.74, 0.53, 0.54
+    # 0.83, 0.86, 0.76, 0.64
     (8, False): (
-        ColumnTile(1, 16, 8, 16),
-        ColumnTile(1, 8, 8, 64),
-        ColumnTile(1, 16, 0, 32),
+        ColumnTile(1, 16, 8, 8),
+        ColumnTile(1, 16, 16, 32),
+        ColumnTile(1, 8, 16, 64, blocks=4),
+        ColumnTile(1, 16, 0, 32, blocks=8),
     ),
-    # 0.85, 0.82, 0.63; beyond clusters 0.55
+    # 0.85, 0.82, 0.78, 0.63; beyond clusters 0.55
     (4, True): (ColumnTile(1, 32, 16, 16, blocks=16), ColumnTile(1, 32, 0, 16)),
-    # 0.74, not measured, 0.52
+    # 0.74, not measured, not measured, 0.52
     (2, True): (ColumnTile(2, 16, 8, 32), ColumnTile(2, 32, 0, 16)),
-    # 0.86, 0.82, 0.61; beyond clusters 0.50
+    # 0.86, 0.82, 0.78, 0.61; beyond clusters 0.50
     (8, True): (ColumnTile(1, 16, 8, 32, blocks=16), ColumnTile(1, 16, 0, 32)),
 }
 
@@ -148,6 +185,21 @@ def pair_cluster(chunks: int, dtype: np.dtype, limits: DeviceLimits) -> int:
     if chunks > largest * MAX_THREADS * held_chunks(largest, dtype, pairs=True):
         return 1
     return min(power_of_two(-(-chunks // (MAX_THREADS * HELD_PAIRS))), largest)
+
+
+def stream_blocks(
+    rows: int, chunks: int, dtype: np.dtype, limits: DeviceLimits, *, pairs: bool
+) -> int:
+    """Return the blocks of the clusters that stream contiguous rows; 0 where none do."""
+    least = (PAIR_CLUSTER_BYTES if pairs else CLUSTER_BYTES).get(dtype.itemsize, math.inf)
+    if chunks * CHUNK <= least:
+        return 0
+    if limits.shared_per_block < STREAM_BYTES + STREAM_STATIC_BYTES:
+        return 0
+    each = MAX_THREADS * (STREAM_PAIRS if pairs else STREAM_CHUNKS)
+    blocks = power_of_two(-(-chunks // each))
+    many = rows * blocks >= STREAM_ROWS * limits.multiprocessors
+    return blocks if many and blocks <= limits.cluster_blocks else 0
 
 
 def resident_blocks(

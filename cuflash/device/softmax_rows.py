@@ -44,6 +44,7 @@ SOFTMAX_PARAMETERS = ParameterBlock(
         "log2_lanes": np.int32,
         "across": np.int32,
         "parts": np.int32,
+        "stages": np.int32,
         "ahead": np.int64,
         "states": np.uintp,
         "input": (OPERAND, (3,)),
@@ -149,6 +150,14 @@ class Rows:
             if last != 1 or any(s % vector for s in (*outer, self.reduced.strides[i][0])):
                 return False
         return self.kept.sizes[-1] % vector == 0 and self.lie_side_by_side()
+
+    def contiguous(self) -> bool:
+        """Tell whether several rows lie end to end in every operand that has columns."""
+        strides = (self.columns,), (int(self.columns > 1),)
+        return WHERE not in self.roles and all(
+            (self.kept.strides[i], self.reduced.strides[i]) == strides
+            for i in map(self.roles.index, self.full)
+        )
 
     def lie_side_by_side(self) -> bool:
         """Tell whether neighbouring rows of an input are nearer than neighbouring columns."""

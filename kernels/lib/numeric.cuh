@@ -247,6 +247,17 @@ __device__ __forceinline__ unsigned here(unsigned x) {
     asm volatile("" : "+r"(x));
     return x;
 }
+// The same of a value of whole words.
+template <typename T>
+__device__ __forceinline__ T words_here(const T& value) {
+    struct Words {
+        unsigned word[sizeof(T) / 4];
+    };
+    Words words = bytes_as<Words>(value);
+#pragma unroll
+    for (int w = 0; w < int(sizeof(T) / 4); ++w) words.word[w] = here(words.word[w]);
+    return bytes_as<T>(words);
+}
 __device__ __forceinline__ int thread_here() {
     return int(here(threadIdx.x));
 }

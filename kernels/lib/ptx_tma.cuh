@@ -49,6 +49,21 @@ __device__ __forceinline__ void wait_for_boxes() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
+// Starts to copy bytes that lie together, a multiple of 16 at such addresses, to shared memory;
+// they count at `barrier`. They are the first to leave the caches.
+__device__ __forceinline__ void copy_bytes(unsigned to, const void* from, int bytes,
+                                           unsigned barrier) {
+    asm volatile(
+        "{\n"
+        ".reg .b64 once;\n"
+        "createpolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], once;\n"
+        "}" ::"r"(to),
+        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
 // Lets copies see what threads wrote to shared memory.
 __device__ __forceinline__ void fence_shared_for_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -13,42 +13,6 @@
 
 namespace cuflash {
 
-template <int kBlocks>
-struct Cluster {
-    static constexpr bool kGather = true;
-
-    // A block may write to another only once that one runs.
-    __device__ __forceinline__ explicit Cluster(const SoftmaxParameters&) { cluster_arrive(); }
-
-    __device__ __forceinline__ int count() const { return kBlocks; }
-    __device__ __forceinline__ int rank() const { return cluster_rank(); }
-
-    // Gives each lane of a warp the value of the block whose rank is the lane's number. As in a
-    // team's exchange, two buffers take turns.
-    template <typename V>
-    __device__ __forceinline__ V gather(const V& value) {
-        __shared__ V received[2][kBlocks];
-        if (!started_) {
-            cluster_wait();
-            started_ = true;
-        }
-        turn_ ^= 1;
-        if (threadIdx.x < kBlocks) send(value, &received[turn_][rank()], threadIdx.x);
-        cluster_arrive();
-        cluster_wait();
-        return received[turn_][threadIdx.x % kBlocks];
-    }
-
-    // Nobody may leave before all have been heard.
-    __device__ __forceinline__ ~Cluster() {
-        if (!started_) cluster_wait();
-    }
-
-  private:
-    bool started_ = false;
-    int turn_ = 0;
-};
-
 template <typename T, typename Operation, Layout kLayout, int kChunks, int kBlocks>
 __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kMinBlocks<kChunks>)
     cluster(const __grid_constant__ SoftmaxParameters p) {

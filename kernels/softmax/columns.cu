@@ -27,6 +27,13 @@ constexpr int kColumnBlocks = 2;
 constexpr int kColumnBlocks = 1;
 #endif
 
+struct Once {
+    static constexpr bool value = true;
+};
+struct Again {
+    static constexpr bool value = false;
+};
+
 template <typename T, typename Operation, int kRows, int kWidth, int kHeld, int kBlocks>
 __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kColumnBlocks)
     columns(const __grid_constant__ SoftmaxParameters p) {
@@ -59,18 +66,27 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kColumn
         if constexpr (kHeld > 0) {
             const int mine = columns_of_lane(columns, lane, lanes);
             Few held[kHeld];
+            // Has the compiler compute again what would not fit the registers.
+            auto forget_widened = [&] {
+                if constexpr (sizeof(T) < sizeof(A)) {
+#pragma unroll
+                    for (int i = 0; i < kHeld; ++i) held[i] = words_here(held[i]);
+                }
+            };
             const T* from = x + lane * x_step;
 #pragma unroll
             for (int i = 0; i < kHeld; ++i, from += lanes * x_step)
                 held[i] = load_bundle<T, kRows>(from, i < mine, lowest<T>());
 #pragma unroll
+            for (int v = 0; v < kRows; ++v)
+#pragma unroll
+                for (int i = 0; i < kHeld; ++i) base[v].m = maximum(base[v].m, widened(held[i], v));
+            forget_widened();
+#pragma unroll
             for (int v = 0; v < kRows; ++v) {
 #pragma unroll
-                for (int i = 0; i < kHeld; ++i)
-                    base[v].m = maximum(base[v].m, widen(held[i].element[v]));
-#pragma unroll
                 for (int i = 0; i < kHeld; ++i) {
-                    const A weight = base[v].weight(widen(held[i].element[v]));
+                    const A weight = base[v].weight(widened(held[i], v));
                     if constexpr (kWeights) held[i].element[v] = weight;
                     base[v].l = add(base[v].l, weight);
                 }
@@ -78,6 +94,7 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kColumn
             }
             unite_and_write_entries();
             if constexpr (Operation::kColumns) {
+                forget_widened();
                 Operation operation[kRows];
 #pragma unroll
                 for (int v = 0; v < kRows; ++v) operation[v] = Operation(state[v], base[v]);
@@ -88,31 +105,31 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kColumn
 #pragma unroll
                     for (int v = 0; v < kRows; ++v)
                         result.element[v] =
-                            narrow<T>(result_of<kWeights>(operation[v], widen(held[i].element[v])));
+                            narrow<T>(result_of<kWeights>(operation[v], widened(held[i], v)));
                     if (i < mine) store_bundle<T, kRows>(to, result);
                 }
             }
         } else {
             constexpr int kTogether = kReadBytes / int(sizeof(Few));
-            auto load = [&](int64 column) {
-                return load_bundle<T, kRows>(x + column * x_step, column < columns, lowest<T>());
+            auto load = [&](int64 column, auto once) {
+                return load_bundle<T, kRows, decltype(once)::value>(x + column * x_step,
+                                                                    column < columns, lowest<T>());
             };
             CompensatedSum<A> l[kRows];
 #pragma unroll 1
             for (int64 column = lane; column < columns; column += kTogether * lanes) {
                 Few scores[kTogether];
 #pragma unroll
-                for (int i = 0; i < kTogether; ++i) scores[i] = load(column + i * lanes);
+                for (int i = 0; i < kTogether; ++i) scores[i] = load(column + i * lanes, Again{});
 #pragma unroll
                 for (int v = 0; v < kRows; ++v) {
                     A top = base[v].m, batch = 0;
 #pragma unroll
-                    for (int i = 0; i < kTogether; ++i)
-                        top = maximum(top, widen(scores[i].element[v]));
+                    for (int i = 0; i < kTogether; ++i) top = maximum(top, widened(scores[i], v));
                     if (top > base[v].m) l[v].scale(base[v].raise(top));
 #pragma unroll
                     for (int i = 0; i < kTogether; ++i)
-                        batch = add(batch, base[v].weight(widen(scores[i].element[v])));
+                        batch = add(batch, base[v].weight(widened(scores[i], v)));
                     l[v].push(batch);
                 }
             }
@@ -127,15 +144,16 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kColumn
                 for (int64 column = lane; column < columns; column += kTogether * lanes) {
                     Few scores[kTogether];
 #pragma unroll
-                    for (int i = 0; i < kTogether; ++i) scores[i] = load(column + i * lanes);
+                    for (int i = 0; i < kTogether; ++i)
+                        scores[i] = load(column + i * lanes, Once{});
 #pragma unroll
                     for (int i = 0; i < kTogether; ++i) {
                         const int64 at = column + i * lanes;
                         Few result;
 #pragma unroll
                         for (int v = 0; v < kRows; ++v)
-                            result.element[v] = narrow<T>(
-                                result_of<false>(operation[v], widen(scores[i].element[v])));
+                            result.element[v] =
+                                narrow<T>(result_of<false>(operation[v], widened(scores[i], v)));
                         if (at < columns) store_bundle<T, kRows>(y + at * y_step, result);
                     }
                 }
@@ -173,8 +191,8 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kColumn
         auto accumulate = [&](const Few& dys, const Few& ys) {
 #pragma unroll
             for (int v = 0; v < kRows; ++v) {
-                const A value = widen(ys.element[v]);
-                sum[v].total = add(sum[v].total, Gradient::term(widen(dys.element[v]), value));
+                const A value = widened(ys, v);
+                sum[v].total = add(sum[v].total, Gradient::term(widened(dys, v), value));
                 if (value != Gradient::absent()) sum[v].occupied = 1;
             }
         };
@@ -182,8 +200,7 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kColumn
             Few result;
 #pragma unroll
             for (int v = 0; v < kRows; ++v) {
-                const A value =
-                    Gradient{sum[v].total}.value(widen(dys.element[v]), widen(ys.element[v]));
+                const A value = Gradient{sum[v].total}.value(widened(dys, v), widened(ys, v));
                 result.element[v] = narrow<T>(sum[v].occupied == A(0) ? A(0) : value);
             }
             store_bundle<T, kRows>(to, result);

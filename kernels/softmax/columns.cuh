@@ -23,49 +23,44 @@ template <typename T, int kRows>
 struct alignas(kRows * sizeof(T)) Bundle {
     T element[kRows];
 };
+// Row v of a bundle, from whole words: the compiler would keep 16-bit elements in a register each.
 template <typename T, int kRows>
+__device__ __forceinline__ Accumulator<T> widened(const Bundle<T, kRows>& bundle, int v) {
+    return widen(bundle.element[v]);
+}
+template <int kRows>
+__device__ __forceinline__ float widened(const Bundle<__nv_bfloat16, kRows>& bundle, int v) {
+    struct Words {
+        unsigned word[kRows / 2];
+    };
+    const unsigned word = bytes_as<Words>(bundle).word[v / 2];
+    return __uint_as_float(v % 2 ? word & 0xffff0000u : word << 16);
+}
+template <int kRows>
+__device__ __forceinline__ float widened(const Bundle<__half, kRows>& bundle, int v) {
+    struct Words {
+        unsigned word[kRows / 2];
+    };
+    const unsigned word = bytes_as<Words>(bundle).word[v / 2];
+    return widen(bytes_as<__half>(static_cast<unsigned short>(v % 2 ? word >> 16 : word)));
+}
+template <typename T, int kRows, bool kOnce = true>
 __device__ __forceinline__ Bundle<T, kRows> load_bundle(const T* source, bool present, T fill) {
     using Words = typename WordsOf<kRows * sizeof(T)>::type;
     Bundle<T, kRows> filled;
 #pragma unroll
     for (int v = 0; v < kRows; ++v) filled.element[v] = fill;
     Words words = bytes_as<Words>(filled);
-    if (present) words = __ldcs(reinterpret_cast<const Words*>(source));
+    if (present) {
+        const Words* from = reinterpret_cast<const Words*>(source);
+        words = kOnce ? __ldcs(from) : *from;
+    }
     return bytes_as<Bundle<T, kRows>>(words);
 }
 template <typename T, int kRows>
 __device__ __forceinline__ void store_bundle(T* target, const Bundle<T, kRows>& value) {
     using Words = typename WordsOf<kRows * sizeof(T)>::type;
     __stcs(reinterpret_cast<Words*>(target), bytes_as<Words>(value));
-}
-
-// The union of `count` values, `step` apart.
-template <typename A>
-__device__ __forceinline__ OnlineSoftmax<A> unite_all(const OnlineSoftmax<A>* first, int step,
-                                                      int count) {
-    OnlineSoftmax<A> state = OnlineSoftmax<A>::identity();
-#pragma unroll 4
-    for (int i = 0; i < count; ++i) state.m = maximum(state.m, first[i * step].m);
-#pragma unroll 4
-    for (int i = 0; i < count; ++i) state.l = add(state.l, first[i * step].relative_to(state.m));
-    return state;
-}
-template <typename A>
-__device__ __forceinline__ Sum<A> unite_all(const Sum<A>* first, int step, int count) {
-    Sum<A> sum{A(0), A(0)};
-#pragma unroll 4
-    for (int i = 0; i < count; ++i) sum = Sum<A>{}(sum, first[i * step]);
-    return sum;
-}
-// The union with the value of the lane whose number differs in one bit.
-template <typename A>
-__device__ __forceinline__ OnlineSoftmax<A> unite_with(const OnlineSoftmax<A>& state, int bit) {
-    const A m = maximum(state.m, shuffle_xor(state.m, bit)), l = state.relative_to(m);
-    return {m, add(l, shuffle_xor(l, bit))};
-}
-template <typename A>
-__device__ __forceinline__ Sum<A> unite_with(const Sum<A>& sum, int bit) {
-    return Sum<A>{}(sum, shuffle_xor(sum, bit));
 }
 
 // The rows and columns of one thread. A tile is kWidth bundles of rows; the lanes of a block, and
@@ -101,44 +96,77 @@ class Tiles {
         }
     }
 
-    // Unites the states of all lanes: of those in a warp, then of the warps, then of the blocks.
-    // Two buffers take turns, as in `Team`. To be called by all threads.
-    __device__ __forceinline__ void unite(State (&state)[kRows]) {
-        const int at = threadIdx.x % kWidth * kRows, warps = blockDim.x / 32;
+    // Unites the states of all lanes. To be called by all threads.
+    template <typename A>
+    __device__ __forceinline__ void unite(OnlineSoftmax<A> (&state)[kRows]) {
+        // The maximum first: one exponential a lane, where uniting states pair by pair takes one
+        // for each.
+        A m[kRows], l[kRows];
 #pragma unroll
-        for (int bit = kWidth; bit < 32; bit *= 2)
+        for (int v = 0; v < kRows; ++v) m[v] = state[v].m;
+        reduce(m, Maximum{});
 #pragma unroll
-            for (int v = 0; v < kRows; ++v) state[v] = unite_with(state[v], bit);
-        turn_ ^= 1;
-        State* of_warps = memory_ + turn_ * (warps + kBlocks) * kTile;
-        if (warps > 1) {
-            if (threadIdx.x % 32 < kWidth) {
+        for (int v = 0; v < kRows; ++v) l[v] = state[v].relative_to(m[v]);
+        reduce(l, Plus{});
 #pragma unroll
-                for (int v = 0; v < kRows; ++v)
-                    of_warps[threadIdx.x / 32 * kTile + at + v] = state[v];
-            }
-            __syncthreads();
-#pragma unroll
-            for (int v = 0; v < kRows; ++v) state[v] = unite_all(of_warps + at + v, kTile, warps);
-        }
-        if constexpr (kBlocks > 1) {
-            State* of_blocks = of_warps + warps * kTile;
-            for (int to = threadIdx.x / kWidth; to < kBlocks; to += blockDim.x / kWidth) {
-#pragma unroll
-                for (int v = 0; v < kRows; ++v)
-                    send(state[v], of_blocks + rank() * kTile + at + v, to);
-            }
-            cluster_arrive();
-            cluster_wait();
-#pragma unroll
-            for (int v = 0; v < kRows; ++v)
-                state[v] = unite_all(of_blocks + at + v, kTile, kBlocks);
-        }
+        for (int v = 0; v < kRows; ++v) state[v] = {m[v], l[v]};
+    }
+    template <typename A>
+    __device__ __forceinline__ void unite(Sum<A> (&sum)[kRows]) {
+        reduce(sum, Sum<A>{});
     }
 
   private:
     State* memory_;
     int turn_ = 0;
+
+    // Combines the values of the lanes in a warp, then of the warps, then of the blocks. Two
+    // buffers take turns, as in `Team`.
+    template <typename V, typename Combine>
+    __device__ __forceinline__ void reduce(V (&value)[kRows], Combine combine) {
+        static_assert(sizeof(V) <= sizeof(State), "more than an exchange can move");
+        const int at = threadIdx.x % kWidth * kRows, warps = blockDim.x / 32;
+#pragma unroll
+        for (int bit = kWidth; bit < 32; bit *= 2)
+#pragma unroll
+            for (int v = 0; v < kRows; ++v)
+                value[v] = combine(value[v], shuffle_xor(value[v], bit));
+        turn_ ^= 1;
+        V* of_warps = reinterpret_cast<V*>(memory_ + turn_ * (warps + kBlocks) * kTile);
+        if (warps > 1) {
+            if (threadIdx.x % 32 < kWidth) {
+#pragma unroll
+                for (int v = 0; v < kRows; ++v)
+                    of_warps[threadIdx.x / 32 * kTile + at + v] = value[v];
+            }
+            __syncthreads();
+#pragma unroll
+            for (int v = 0; v < kRows; ++v)
+                value[v] = combine_all(of_warps + at + v, warps, combine);
+        }
+        if constexpr (kBlocks > 1) {
+            V* of_blocks = of_warps + warps * kTile;
+            for (int to = threadIdx.x / kWidth; to < kBlocks; to += blockDim.x / kWidth) {
+#pragma unroll
+                for (int v = 0; v < kRows; ++v)
+                    send(value[v], of_blocks + rank() * kTile + at + v, to);
+            }
+            cluster_arrive();
+            cluster_wait();
+#pragma unroll
+            for (int v = 0; v < kRows; ++v)
+                value[v] = combine_all(of_blocks + at + v, kBlocks, combine);
+        }
+    }
+
+    // Of a row's values, one a warp or block, each a tile after the last.
+    template <typename V, typename Combine>
+    static __device__ __forceinline__ V combine_all(const V* first, int count, Combine combine) {
+        V value = first[0];
+#pragma unroll 2
+        for (int i = 1; i < count; ++i) value = combine(value, first[i * kTile]);
+        return value;
+    }
 };
 
 // How many of the columns lane, lane + lanes, lane + 2 * lanes, ... there are.

@@ -36,6 +36,14 @@ class Held {
         return result;
     }
 
+    // Has the compiler compute weights again that do not fit, instead of keeping them.
+    __device__ __forceinline__ void forget_weights() {
+        if constexpr (!kWeights && kRegisters) {
+#pragma unroll
+            for (int i = 0; i < kChunks; ++i) registers_[i] = words_here(registers_[i]);
+        }
+    }
+
     __device__ __forceinline__ Vector<T> result(int i, const Operation& operation) {
         const Wide<T> chunk(at(i));
         Vector<T> result;

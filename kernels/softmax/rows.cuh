@@ -59,6 +59,7 @@ struct SoftmaxParameters {
     int log2_lanes;               // of a team in one block: a power of two
     int across;    // neighbouring threads belong to neighbouring rows, not to one row
     int parts;     // of a row, each of one block, where blocks do not hear from each other
+    int stages;    // of the ring through which rows are streamed, see `Feed`
     int64 ahead;   // rows from one to the one that takes its place on the chip; 0: not to prefetch
     void* states;  // (rows, parts): of the parts
     Operand input[3];

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash.device.plans import plan_softmax, softmax_kernels
-from cuflash.device.softmax_regimes import COLUMN_TILES, PART_BYTES, softmax_regimes
+from cuflash.device.softmax_regimes import (
+    CLUSTER_BYTES,
+    COLUMN_TILES,
+    PART_BYTES,
+    SHORT_LENGTHS,
+    softmax_regimes,
+)
 from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS, divisor
 from cuflash.problem import FLOATS, ArraySpec, SoftmaxProblem
 from cuflash.testing.strategies import softmax_problems
@@ -35,6 +41,13 @@ def parameters(made):
 def row(length, dtype=np.float32):
     """Return something with the shape of (4, length), without its memory."""
     return np.broadcast_to(np.zeros((), dtype), (4, length))
+
+
+def matrix(rows, length, dtype):
+    """Return something with the shape and strides of a C-order matrix, without its memory."""
+    x, item = np.zeros((), dtype), np.dtype(dtype).itemsize
+    shape, strides = (rows, length), (length * item, item)
+    return np.lib.stride_tricks.as_strided(x, shape, strides, writeable=False)
 
 
 @given(size=st.integers(1, 2**31 - 1), data=st.data())
@@ -173,6 +186,8 @@ def test_every_tile_of_columns_takes_the_rows_that_it_holds(dtype, limits, opera
             assert not tile.held or length <= lanes * tile.held
             assert 64 <= launch.block <= 512
             assert launch.grid == 512 // (tile.rows * tile.width) * int(blocks)
+            few = not tile.held and limits.cluster_blocks > 1
+            assert not few or int(blocks) == tile.blocks
             assert int(blocks) <= limits.cluster_blocks
 
 
@@ -220,7 +235,7 @@ def test_one_row_fills_the_device_and_many_are_not_split(dtype, limits):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_block_of_one_row_prefetches_the_row_that_takes_its_place(dtype):
-    for chunks in (1, 8, 127, 256, 512, 1024, 2048, 4096, 8192, 8193, 2**15, 2**17):
+    for chunks in (3, 8, 127, 256, 512, 1024, 2048, 4096, 8192, 8193, 2**15, 2**17):
         x = np.empty((4, chunks * 16 // dtype.itemsize), dtype)
         made = plan(x)
         (launch,) = made.launches
@@ -269,3 +284,103 @@ def test_gradients_of_one_long_row_fill_the_device(operation, shapes, limits):
     )
     assert {launch.kernel for launch in made.launches} <= set(softmax_kernels(np.dtype("f4")))
     assert made.workspace_bytes == 8 * limits.multiprocessors * (len(made.launches) - 1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_tiles_that_are_read_twice_are_shared_where_they_are_few(dtype):
+    tile = COLUMN_TILES[dtype.itemsize, False][-1]
+    for tiles, blocks in ((1, 8), (131, 8), (132, 1)):
+        (launch,) = plan(matrix(20_000, tiles * tile.rows * tile.width, dtype), 0).launches
+        assert launch.grid == tiles * blocks
+        assert launch.kernel.expression.endswith(f", 0, {blocks}>")
+
+
+def streams(rows, length, dtype=np.float32, *, operation="softmax", limits=H200, **options):
+    """Return the blocks of the clusters that stream rows, 0 if others take them."""
+    x = matrix(rows, length, dtype)
+    names = ("dy", "y") if "vjp" in operation else ("x",)
+    method = options.pop("method", "auto")
+    problem = SoftmaxProblem.of(operation, dict.fromkeys(names, x), -1, method=method, **options)
+    made = plan_softmax(problem, (ArraySpec.of(x),), True, limits)
+    launch = made.launches[0]
+    if launch.kernel.source != "softmax/stream.cu":
+        assert not launch.staying
+        return 0
+    assert launch.kernel in set(softmax_kernels(np.dtype(dtype)))
+    assert (len(made.launches), made.method, made.workspace_bytes) == (1, "cluster", 0)
+    blocks, fields = launch.staying, parameters(made)
+    assert launch.kernel.expression.endswith(f", {blocks}>")
+    assert launch.grid == limits.multiprocessors // blocks * blocks
+    assert launch.shared_bytes + 1024 <= limits.shared_per_block
+    assert (fields["parts"], 1 << fields["log2_lanes"]) == (blocks, launch.block)
+    # The ring takes a lane's chunks in registers, and its others.
+    held = int(launch.kernel.expression.split(", ")[2])
+    runs = -(-length * x.dtype.itemsize // (16 * blocks * launch.block))
+    operands = len(names)
+    assert operands * held <= fields["stages"]
+    assert runs <= held + (fields["stages"] if operands == 1 else 0)
+    return blocks
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("operation", ["softmax", "log_softmax"])
+def test_many_long_rows_are_streamed(dtype, operation):
+    """At the borders of each cluster, in chunks; views, masks and methods are others' to take."""
+    chunk = 16 // dtype.itemsize
+    first = CLUSTER_BYTES[dtype.itemsize] // dtype.itemsize
+    assert not streams(2000, first, dtype, operation=operation)
+    blocks = max(2, 2 * CLUSTER_BYTES[dtype.itemsize] >> 18)
+    while blocks <= 16:
+        longest = blocks * 2**18 // dtype.itemsize
+        for length in (first + chunk, longest - chunk, longest):
+            assert streams(2000, length, dtype, operation=operation) == blocks
+        first, blocks = longest, 2 * blocks
+    assert not streams(2000, first + chunk, dtype, operation=operation)
+    assert not streams(2000, first - 1, dtype, operation=operation)
+    for other in ({"method": "cluster"}, {"method": "online"}, {"where": np.ones(1, bool)}):
+        assert not streams(2000, first // 2, dtype, operation=operation, **other)
+    enough = -(-15 * 132 // 16)
+    assert streams(enough, first, dtype, operation=operation) == 16
+    assert not streams(enough - 1, first, dtype, operation=operation)
+    for limits in (T4, replace(H200, shared_per_block=99 << 10), replace(H200, cluster_blocks=8)):
+        assert not streams(2000, first, dtype, operation=operation, limits=limits)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("operation", ["softmax_vjp", "log_softmax_vjp"])
+def test_gradients_of_many_long_rows_are_streamed(dtype, operation):
+    chunk, narrow = 16 // dtype.itemsize, dtype.itemsize < 8
+    first, blocks = 2**16 // dtype.itemsize, 2
+    assert not streams(2000, first, dtype, operation=operation)
+    while blocks <= 16:
+        longest = blocks * 2**16 // dtype.itemsize
+        for length in (first + chunk, longest - chunk, longest):
+            assert streams(2000, length, dtype, operation=operation) == narrow * blocks
+        first, blocks = longest, 2 * blocks
+    assert not streams(2000, first + chunk, dtype, operation=operation)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_short_rows_are_a_thread_each(dtype):
+    for length in range(1, 10):
+        x = np.zeros((1000, length), dtype)
+        taken = length in SHORT_LENGTHS[dtype.itemsize]
+        for operation in NAMES:
+            (launch,) = plan(x, operation=operation).launches
+            assert (launch.kernel.source == "softmax/short.cu") == taken
+        if not taken:
+            continue
+        chunks = length // np.gcd(length, 16 // dtype.itemsize)
+        together = max(4 // chunks, 1) * chunks * 16  # bytes of a thread
+        rows = 256 * together // (length * dtype.itemsize)
+        for count, grid in ((rows, 1), (rows + 1, 2), (7 * rows, 7)):
+            (launch,) = plan(np.zeros((count, length), dtype)).launches
+            assert (launch.grid, launch.block, launch.shared_bytes) == (grid, 256, 0)
+        for other, options in (
+            (x, {"aligned": False}),
+            (x, {"where": np.ones(length, bool)}),
+            (x, {"method": "online"}),
+            (x[::2], {}),
+            (np.zeros((1000, 2 * length), dtype)[:, ::2], {}),
+        ):
+            assert plan(other, **options).launches[0].kernel.source != "softmax/short.cu"

@@ -89,7 +89,7 @@ constexpr size_t kStack = 256 << 10;
 constexpr size_t kStack = 64 << 10;
 #endif
 
-enum class State { ready, at_barrier, at_exchange, finished };
+enum class State { ready, at_barrier, at_exchange, polling, finished };
 
 struct Fiber {
     Context context;
@@ -181,6 +181,8 @@ std::string describe(int thread) {
             return text + " waits at __syncthreads, line " + std::to_string(fiber.line);
         case State::at_exchange:
             return text + " waits for its warp, line " + std::to_string(fiber.line);
+        case State::polling:
+            return text + " waits for what no thread does";
         default:
             return text + " can run";
     }
@@ -242,6 +244,17 @@ bool release_barrier() {
     return true;
 }
 
+// Lets every fiber that polls look again; false if there is none.
+bool release_polls() {
+    bool any = false;
+    for (Fiber& fiber : block.fibers)
+        if (fiber.state == State::polling) {
+            fiber.state = State::ready;
+            any = true;
+        }
+    return any;
+}
+
 // The first thread, and the first one that is not where it is: the two sides of a divergence.
 std::string divergence() {
     const Fiber& first = block.fibers[0];
@@ -273,13 +286,17 @@ void run_block(Order& order) {
 #endif
         start_context(block.fibers[i].context, stack_of(int(i)), kStack, fiber_main);
     }
+    constexpr int kMostPolls = 1000;  // without a barrier of the block between them
+    int polls = 0;
     while (true) {
         order.next();
         for (int warp : order.warps) run_warp(warp, order.lanes);
         bool all_finished = true;
         for (const Fiber& fiber : block.fibers) all_finished &= fiber.state == State::finished;
         if (!block.failure.empty() || all_finished) return;
-        if (!release_barrier()) {
+        if (release_barrier()) {
+            polls = 0;
+        } else if (++polls > kMostPolls || !release_polls()) {
             block.failure = divergence();
             return;
         }
@@ -342,6 +359,11 @@ void block_barrier(int line) {
     Fiber& fiber = block.fibers[block.running];
     fiber.state = State::at_barrier;
     fiber.line = line;
+    to_scheduler();
+}
+
+void poll() {
+    block.fibers[block.running].state = State::polling;
     to_scheduler();
 }
 

@@ -50,7 +50,7 @@ FAULTS = {
         "softmax/columns.cuh", "            __syncthreads();\n", ""
     ),
     "lanes of rows side by side united without a common maximum": Edit(
-        "softmax/columns.cuh", "maximum(state.m, shuffle_xor(state.m, bit))", "state.m"
+        "softmax/columns.cuh", "l[v] = state[v].relative_to(m[v]);", "l[v] = state[v].l;"
     ),
 }
 #: Faults for a process of their own under AddressSanitizer: they would break this one, or nothing.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import engine, reference
-from cuflash.device.softmax_regimes import PART_BYTES, rows_ahead
+from cuflash.device.softmax_regimes import PART_BYTES, SHORT_LENGTHS, rows_ahead
 from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS
 from cuflash.testing.bounds import assert_softmax_close, expect_softmax, expect_softmax_vjp
 from cuflash.testing.softmax_properties import (
@@ -32,6 +32,7 @@ METHODS = ["naive", "fused", "online"]
 #: Row lengths at which lanes, chunks or layouts change, for one of the dtypes.
 BORDERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+NUMBERS = {n: np.dtype(ml_dtypes.bfloat16 if n == "bfloat16" else n) for n in FLOATS}
 
 
 def cases(dtypes):
@@ -158,9 +159,55 @@ def test_fused_refuses_a_row_that_no_block_can_hold(monkeypatch):
     np.testing.assert_allclose(cuflash.softmax(x), 1 / 60000, rtol=1e-6)
 
 
+SHORT = [(dtype, n) for dtype in FLOATS for n in SHORT_LENGTHS[NUMBERS[dtype].itemsize]]
+
+
+@pytest.mark.parametrize(("dtype", "length"), SHORT)
+@pytest.mark.parametrize("rows", [2, 3, 1023, 4099])
+def test_short_rows(rows, dtype, length, monkeypatch, rng):
+    """One block, and two with more to do than once; a last chunk that is not whole."""
+    executor = use(monkeypatch, order="random", limits=replace(H200, blocks=2))
+    x = rng.normal(size=(rows, length)).astype(NUMBERS[dtype])
+    x[0], x[-1], x[rows // 2, 0] = -np.inf, np.nan, -np.inf
+    for name in SOFTMAX_NAMES:
+        y = getattr(cuflash, name)(x)
+        assert_softmax_close(y, expect_softmax(name, x, -1), name=name)
+        assert executor.launched[-1].kernel.expression.startswith("cuflash::short_rows")
+    state = cuflash.softmax_state(x)
+    assert executor.launched[-1].kernel.source == "softmax/short.cu"
+    np.testing.assert_array_equal(state.maximum[:, 0], x.astype(state.maximum.dtype).max(-1))
+    clean = cuflash.softmax(x)
+    assert cuflash.softmax(x, out=x) is x
+    assert clean.tobytes() == x.tobytes()
+
+
+def test_rows_that_are_short_but_not_for_one_thread(monkeypatch, rng):
+    """Other lengths, views, rows beside others, masked ones, and methods that were asked for."""
+    executor = use(monkeypatch)
+    memory = rng.normal(size=1004).astype(np.float32)
+    memory = memory[-memory.ctypes.data // 4 % 4 :]  # of whole chunks
+    x = memory[:400].reshape(100, 4)
+    where = np.array([True, True, False, True])
+    for other, axis, mask, method, short in (
+        (x, -1, None, "auto", True),
+        (memory[:500].reshape(100, 5), -1, None, "auto", False),
+        (x[:, :3], -1, None, "auto", False),
+        (x[::2], -1, None, "auto", False),
+        (memory[1:401].reshape(100, 4), -1, None, "auto", False),
+        (x.T, -1, None, "auto", False),
+        (x.T, 0, None, "auto", True),
+        (x, -1, where, "auto", False),
+        (x, -1, None, "fused", False),
+    ):  # fmt: skip
+        out = np.empty_like(other, order="K")
+        y = cuflash.softmax(other, axis, where=mask, method=method, out=out)
+        np.testing.assert_allclose(y, reference.softmax(other, axis, where=mask), rtol=1e-5)
+        assert (executor.launched[-1].kernel.source == "softmax/short.cu") is short
+
+
 @pytest.mark.parametrize("order", builder.HostKernel.ORDERS)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("length", [2, 16, 17, 129, 513, 2050, 4100])
+@pytest.mark.parametrize("length", [2, 16, 17, 64, 65, 129, 513, 1025, 4100])
 def test_rows_side_by_side(length, dtype, order, monkeypatch, rng):
     """Every tile, one of rows that are not all there, and rows that are -inf, NaN or masked."""
     executor = use(monkeypatch, order=order)

@@ -33,9 +33,12 @@ COVERING = (
     "cuflash::LogSoftmaxVjp<double>, cuflash::kScattered, 0>",
     "cuflash::LogSoftmaxVjp<double>, cuflash::kScattered>",
     "cuflash::State<double>, cuflash::kScattered>",
-    "cuflash::Softmax<float>, 2, 16, 16, 1>",
+    "cuflash::Softmax<float>, 2, 32, 32, 1>",
+    "cuflash::LogSoftmax<float>, 2, 16, 32, 4>",
     "cuflash::Softmax<float>, 4, 16, 0, 1>",
-    "cuflash::LogSoftmax<double>, 1, 8, 8, 1>",
+    "cuflash::Softmax<float>, 4, 16, 0, 8>",
+    "cuflash::LogSoftmax<double>, 1, 8, 16, 4>",
+    "cuflash::LogSoftmax<double>, 1, 16, 16, 1>",
     "cuflash::LogSoftmax<double>, 1, 16, 8, 1>",
     "cuflash::Softmax<double>, 1, 16, 0, 1>",
     "cuflash::LogSoftmaxVjp<float>, 2, 16, 8, 1>",
@@ -44,7 +47,16 @@ COVERING = (
     "cuflash::LogSoftmaxVjp<double>, 1, 16, 0, 1>",
     "cuflash::Softmax<float>, cuflash::kPacked, 16, 8>",
     "cuflash::Softmax<double>, cuflash::kPacked, 16, 16>",
+    "cuflash::LogSoftmax<float>, 3>",
+    "cuflash::LogSoftmax<double>, 2>",
+    "cuflash::LogSoftmax<float>, 16, 4>",
+    "cuflash::LogSoftmax<double>, 8, 16>",
+    "cuflash::LogSoftmaxVjp<float>, 8, 16>",
 )
+
+#: Most bytes that a thread spills. Columns of 128 bytes a lane leave little of 64 registers; what
+#: does not fit stays in the first-level cache, and the next smaller tile is slower by a fifth.
+MOST_SPILLED = {("softmax/columns.cu", "sm_90a"): 128}
 
 
 def programs():
@@ -81,8 +93,9 @@ def reports():
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: "-".join(p[:3]))
 def test_compiles_and_keeps_its_registers(program, reports):
+    allowed = MOST_SPILLED.get((program[0], program[2]), 0)
     for expression, report in reports[program].result().items():
         spilled = max(report.spill_stores, report.spill_loads, report.stack)
-        assert not spilled, f"{expression}: {report}"
+        assert spilled <= allowed, f"{expression}: {report}"
         # A block of 512 threads must find room.
         assert report.registers <= 128, f"{expression}: {report}"

@@ -30,6 +30,8 @@ const unsigned long long* exchange(unsigned mask, unsigned long long payload, in
 unsigned lane();
 unsigned present_lanes();
 void fail(const char* message);
+// Waits until all others have run as far as they can.
+void poll();
 
 using Launch = void (*)(const void* parameters);
 

@@ -1,0 +1,116 @@
+"""Streamed rows, by one block: the ring, rows in registers and shared memory, rows cut short.
+
+Clusters are a GPU's. Copies of the shim arrive as late as they may, when they are waited for, and
+what they will overwrite is NaN until then.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cuflash import reference
+from cuflash.device.compiler import KernelName, Launch
+from cuflash.device.plans import C_TYPES, plan_softmax
+from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS
+from cuflash.problem import ArraySpec, SoftmaxProblem, accumulator
+from cuflash.testing.bounds import assert_softmax_close, expect_softmax, expect_softmax_vjp
+from tests.host_cuda import builder
+from tests.host_cuda.builder import Edit
+from tests.host_cuda.engine import H200, HostExecutor
+
+pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
+
+DTYPES = ["float64", "float32", "float16", "bfloat16"]
+OPERATIONS = {
+    "softmax": "Softmax",
+    "log_softmax": "LogSoftmax",
+    "softmax_vjp": "SoftmaxVjp",
+    "log_softmax_vjp": "LogSoftmaxVjp",
+}
+THREADS, HELD, STAGES = 64, 2, 5
+#: In chunks: one lane's, all lanes' one, two, and with the rest that the ring has room for.
+CHUNKS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 200, 321, 447, 448)
+
+
+def stream(operation, inputs, blocks=2, stages=STAGES, **options):
+    """Return what the kernel makes of rows."""
+    named = dict(zip(("dy", "y") if "vjp" in operation else ("x",), inputs, strict=True))
+    problem = SoftmaxProblem.of(operation, named, -1)
+    out = np.full(inputs[0].shape, np.nan, inputs[0].dtype)
+    plan = plan_softmax(problem, (ArraySpec.of(out),), True, H200)
+    arrays = [np.require(a, requirements="A") for a in (*inputs, out)]
+    block = plan.parameters([a.ctypes.data for a in arrays], 0).view(SOFTMAX_PARAMETERS.dtype)
+    block = block.copy()
+    block["log2_lanes"], block["parts"] = THREADS.bit_length() - 1, 1
+    block["stages"] = stages
+    dtype = inputs[0].dtype
+    types = f"{C_TYPES[dtype.name]}, cuflash::{OPERATIONS[operation]}"
+    template = "stream_vjp" if "vjp" in operation else "stream"
+    name = f"cuflash::{template}<{types}<{C_TYPES[accumulator(dtype).name]}>, {HELD}, 1>"
+    shared = 128 + 256 + stages * THREADS * 16
+    launch = Launch(KernelName("softmax/stream.cu", name), blocks, THREADS, shared)
+    HostExecutor(**options).launch(launch, block)
+    return out
+
+
+def numbers(dtype):
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+@pytest.mark.parametrize("order", builder.HostKernel.ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_rows(name, dtype, order, rng):
+    """Rows of -inf, of NaN, with scores that rise; more rows than blocks, and fewer."""
+    for chunks in CHUNKS:
+        for rows in (1, 7):
+            x = 4 * rng.normal(size=(rows, chunks * 16 // numbers(dtype).itemsize))
+            x = x.astype(numbers(dtype))
+            if rows > 1:
+                x[1], x[2, : x.shape[1] // 2], x[3, -1], x[4, 0] = -np.inf, -np.inf, np.nan, np.inf
+                x[5] = np.sort(x[5])
+            y = stream(name, (x,), order=order)
+            assert_softmax_close(y, expect_softmax(name, x, -1), name=name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_gradients(name, dtype, rng):
+    for chunks in (c for c in CHUNKS if c <= HELD * THREADS):
+        shape = (7, chunks * 16 // numbers(dtype).itemsize)
+        x, dy = (rng.normal(size=shape).astype(numbers(dtype)) for _ in range(2))
+        x[1], x[2, : shape[1] // 2] = -np.inf, -np.inf
+        y = getattr(reference, name)(x).astype(x.dtype)
+        dx = stream(f"{name}_vjp", (dy, y), order="random")
+        assert_softmax_close(dx, expect_softmax_vjp(f"{name}_vjp", dy, y), name=name)
+        assert not dx[1].any()
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 32])
+def test_rings_of_other_sizes(stages, rng):
+    x = rng.normal(size=(9, (HELD + min(stages, 5)) * THREADS * 4 - 4)).astype(np.float32)
+    y = stream("softmax", (x,), stages=stages)
+    np.testing.assert_allclose(y, reference.softmax(x), rtol=1e-5)
+
+
+STREAM, FEED = "softmax/stream.cu", "softmax/feed.cuh"
+FAULTS = {
+    "stages fetched before all have read them": Edit(
+        STREAM,
+        "        __syncthreads();\n        feed.fetch(runs < kChunks",
+        "        feed.fetch(runs < kChunks",
+    ),
+    "a run too few": Edit(STREAM, "feed.fetch(runs - kChunks);", "feed.fetch(runs - kChunks - 1);"),
+    "parity that never turns": Edit(FEED, "parity_ ^= 1;", ""),
+    "a lane past the end": Edit(FEED, "if (present) words", "words"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_caught(fault, rng):
+    x = rng.normal(size=(24, 3 * THREADS * 4 - 4)).astype(np.float32)
+    try:
+        y = stream("softmax", (x,), edits=[FAULTS[fault]])
+    except RuntimeError:  # a barrier without an arrival
+        return
+    assert not np.allclose(y, reference.softmax(x), rtol=1e-5)
