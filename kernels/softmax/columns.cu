@@ -26,6 +26,11 @@ constexpr int kColumnBlocks = 2;
 #else
 constexpr int kColumnBlocks = 1;
 #endif
+// 128 bytes a lane do not fit 64 registers in float64, nor, but for softmax, in 16 bits, of which
+// the compiler widens more at a time.
+template <typename T, typename Operation, int kBytes>
+constexpr int kTileBlocks =
+    kBytes < 128 || sizeof(T) == 4 || (sizeof(T) == 2 && Operation::kOfWeights) ? kColumnBlocks : 1;
 
 struct Once {
     static constexpr bool value = true;
@@ -35,8 +40,9 @@ struct Again {
 };
 
 template <typename T, typename Operation, int kRows, int kWidth, int kHeld, int kBlocks>
-__global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, kColumnBlocks)
-    columns(const __grid_constant__ SoftmaxParameters p) {
+__global__ void CUFLASH_CLUSTERS(kBlocks)
+    __launch_bounds__(kMaxThreads, (kTileBlocks<T, Operation, kHeld * kRows* int(sizeof(T))>))
+        columns(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
     using Few = Bundle<T, kRows>;
     using State = OnlineSoftmax<A>;

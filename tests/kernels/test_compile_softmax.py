@@ -54,11 +54,6 @@ COVERING = (
     "cuflash::LogSoftmaxVjp<float>, 8, 16>",
 )
 
-#: Most bytes that a thread spills. Columns of 128 bytes a lane leave little of 64 registers; what
-#: does not fit stays in the first-level cache, and the next smaller tile is slower by a fifth.
-MOST_SPILLED = {("softmax/columns.cu", "sm_90a"): 128}
-
-
 def programs():
     """Yield (source, dtype, architecture, expressions): what is compiled together."""
     everything = bool(os.environ.get("CUFLASH_COMPILE_ALL"))
@@ -93,9 +88,8 @@ def reports():
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: "-".join(p[:3]))
 def test_compiles_and_keeps_its_registers(program, reports):
-    allowed = MOST_SPILLED.get((program[0], program[2]), 0)
     for expression, report in reports[program].result().items():
         spilled = max(report.spill_stores, report.spill_loads, report.stack)
-        assert spilled <= allowed, f"{expression}: {report}"
+        assert spilled == 0, f"{expression}: {report}"
         # A block of 512 threads must find room.
         assert report.registers <= 128, f"{expression}: {report}"
