@@ -94,6 +94,11 @@ def compute(
         asked = [None if x is None else spec for x, spec in zip(grads, problem.grads, strict=True)]
         problem = replace(problem, grads=AttentionGrads(*asked))
     plan = plan_attention_vjp(problem, executor.limits)
+    if any(
+        x is not None and x.dtype.itemsize == 2
+        for x in (getattr(grads, name) for name in plan.added)
+    ):
+        return _compute_in_float32(problem, arrays, results, grads, workspace, executor)
     pointers = [
         0 if x is None or type(x) is int else executor.address(x)
         for x in (*arrays, *results, *grads)
@@ -110,3 +115,27 @@ def compute(
     for launch, parameters in plan.launches(pointers, integers, scratch):
         executor.launch(launch, parameters)
     return True
+
+
+def _compute_in_float32(
+    problem: AttentionVjpProblem,
+    arrays: AttentionArrays,
+    results: AttentionResults,
+    grads: AttentionGrads,
+    workspace: Any,
+    executor: Executor,
+) -> bool:
+    """Compute with copies, for gradients that launches add to: 16 bits would round each sum."""
+
+    def widened(x: Any) -> Any:
+        return x if x is None or x.dtype.itemsize != 2 else x.astype(np.float32)
+
+    operands = arrays._replace(**{name: widened(getattr(arrays, name)) for name in ("q", "k", "v")})
+    read, written = map(widened, results), AttentionGrads(*map(widened, grads))
+    wide_results = AttentionResults(*read)
+    wide = with_copies(problem, (arrays, operands), wide_results, written)
+    done = compute(wide, operands, wide_results, written, workspace, executor)
+    for source, target in zip(written, grads, strict=True):
+        if source is not target:
+            target[...] = source.astype(target.dtype)
+    return done

@@ -214,6 +214,8 @@ class AttentionVjpPlan:
     workspace: int
     stages: tuple[Stage, ...]
     itemsizes: tuple[int, ...]
+    added: tuple[str, ...]
+    """Gradients that later launches add to: each stores what it has so far."""
     _defaults: tuple[int, int, int]
     _moduli: tuple[int, ...]
 
@@ -273,6 +275,7 @@ def plan_attention_vjp(problem: AttentionVjpProblem, limits: DeviceLimits) -> At
             if asked:
                 stages += _stage(problem, specs, asked, tile, limits)
     return AttentionVjpPlan(
+        added=tuple(name for stage in stages if any(stage.adds) for name in stage.gradients),
         tile=tile,
         workspace=vjp_workspace_bytes(forward) if stages else 0,
         stages=tuple(stages),

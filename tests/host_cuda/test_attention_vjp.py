@@ -15,7 +15,7 @@ from cuflash.problem_vjp import AttentionGrads, AttentionResults, AttentionVjpPr
 from cuflash.testing.bounds import assert_gradients_close, expect_gradients
 from cuflash.testing.gradient_cases import GRADIENT_CASES
 from cuflash.testing.gradients import GRADIENT_PROPERTIES
-from cuflash.testing.problems import AttentionCase
+from cuflash.testing.problems import AttentionCase, dtype_of
 from cuflash.testing.strategies import attention_problems, varlen_problems
 from cuflash.testing.varlen_gradients import VARLEN_GRADIENT_PROPERTIES
 from tests.devices import H200, T4
@@ -173,6 +173,33 @@ def test_more_batch_axes_than_a_block_has_room_for(monkeypatch):
     gradients(summed, normal(1, 3, 2), normal(2, 3, 2))
     assert launched(executor).count("backward_keys") > 1
     gradients(few, few, normal(3, 1, 2))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_do_not_round_what_launches_add(dtype, monkeypatch):
+    """dv, dbias and dsinks of as many equal terms as the type cannot count, launch by launch."""
+    use(monkeypatch)
+    dtype = dtype_of(dtype)
+    count = 40 if dtype == np.float16 else 8
+    q = np.zeros((count, *(2,) * 8, 1, 1), dtype)[:, ::-1, :, ::-1, :, ::-1, :, ::-1]
+    k, v = np.zeros((2, 1), dtype), np.array([[1], [0]], dtype)
+    bias, sinks = np.zeros((1, 2), dtype), np.zeros((), dtype)
+    forward = {"bias": bias, "sinks": sinks}
+    out, lse = cuflash.flash_attention(q, k, v, return_lse=True, **forward)
+    dout = np.ones_like(out)
+    grads = cuflash.flash_attention_vjp(dout, q, k, v, out, lse, **forward)
+    rows = count * 256
+    np.testing.assert_allclose(grads.dv.astype(np.float64), rows / 3, 1e-2)
+    np.testing.assert_allclose(grads.dbias.astype(np.float64), [[rows * 2 / 9, -rows / 9]], 1e-2)
+    np.testing.assert_allclose(float(grads.dsinks), -rows / 9, 1e-2)
+
+
+def test_launches_add_to_every_gradient(monkeypatch):
+    executor = use(monkeypatch)
+    q = normal(0, *(2,) * 10, 1, 2)[::-1, :, ::-1, :, ::-1, :, ::-1, :, ::-1]
+    gradients(q, normal(1, 3, 2), normal(2, 3, 2), bias=normal(3, 1, 3), sinks=normal(4))
+    for kernel in ("backward_keys", "backward_bias", "sink_gradients"):
+        assert launched(executor).count(kernel) > 1
 
 
 def test_a_grid_larger_than_the_device_allows(monkeypatch):

@@ -54,6 +54,7 @@ COVERING = (
     "cuflash::LogSoftmaxVjp<float>, 8, 16>",
 )
 
+
 def programs():
     """Yield (source, dtype, architecture, expressions): what is compiled together."""
     everything = bool(os.environ.get("CUFLASH_COMPILE_ALL"))
