@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import cupy
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 import cuflash
 from cuflash import baselines, device, reference
@@ -17,7 +17,8 @@ from cuflash.testing.bounds import assert_attention_close, expect_attention
 from cuflash.testing.cases import ALL_CASES
 from cuflash.testing.problems import AttentionCase
 from cuflash.testing.properties import ATTENTION_PROPERTIES, split_of_keys
-from cuflash.testing.strategies import attention_problems
+from cuflash.testing.softmax_properties import MergeCase, merge_attention_is_a_monoid
+from cuflash.testing.strategies import attention_problems, merge_problems
 from tests.device.arrays import to_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
@@ -106,6 +107,13 @@ def test_shares_of_the_keys(case):
 @given(case=PROBLEMS)
 def test_parts_merge_to_the_whole(case):
     split_of_keys(attend(), case, merge=on_device(cuflash.merge_attention))
+
+
+@settings(max_examples=10)
+@given(case=merge_problems())
+@example(case=MergeCase(shape=(3, 70), dv=40, empty=0.4))
+def test_merge_attention_is_a_monoid(case):
+    merge_attention_is_a_monoid(on_device(cuflash.merge_attention), case)
 
 
 # CuPy compiles its own kernels for each dtype and number of axes, a second for each example.
