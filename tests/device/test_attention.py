@@ -302,6 +302,32 @@ def test_a_call_can_be_captured_into_a_graph(splits):
         assert_attention_close(cupy.asnumpy(out), cupy.asnumpy(lse), expected)
 
 
+def test_a_merge_can_be_captured_into_a_graph():
+    """Its results take the memory that those of the call before gave back to the stream's pool."""
+    shapes = ((2, 70, 40), (2, 70)) * 2
+    given = [cupy.zeros(shape, np.float32) for shape in shapes]
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cuflash.merge_attention(*given)
+        stream.begin_capture()
+        results = cuflash.merge_attention(*given)
+        graph = stream.end_capture()
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        values = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+        values[0][0, :9], values[1][0, :9] = np.nan, -np.inf
+        for x, value in zip(given, values, strict=True):
+            x.set(value)
+        for x in results:
+            x.fill(np.nan)
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        for x, expected in zip(results, cuflash.merge_attention(*values), strict=True):
+            np.testing.assert_allclose(cupy.asnumpy(x), expected, rtol=2e-6, atol=2e-6)
+
+
 def test_two_host_threads_at_once():
     failures = []
 
