@@ -333,20 +333,27 @@ def test_integers_of_every_type(dtype, monkeypatch):
     assert_attention_close(out, lse, expect_attention(q, k, v, **options))
 
 
-def test_lengths_that_nobody_checked_are_clamped(monkeypatch):
+def lengths_that_nobody_checked(excess):
+    """Return wild lengths of up to 4 queries and 9 keys, every pair of them, and tame ones."""
+    wild = [[-excess, 3, most + excess] for most in (4, 9)]
+    queries, keys = (x.ravel() for x in np.meshgrid(*wild))
+    names = ("query_lengths", "key_lengths")
+    tame = dict(zip(names, (np.clip(queries, 0, 4), np.clip(keys, 0, 9)), strict=True))
+    return dict(zip(names, (queries, keys), strict=True)), tame
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("excess", [2, 2**62])
+def test_lengths_that_nobody_checked_are_clamped(excess, causal, monkeypatch):
     """Values on a device are not read by the host: the kernels keep them within the arrays."""
     use(monkeypatch)
-    q, k, v = normal(0, 4, 4, 8), normal(1, 4, 9, 8), normal(2, 4, 9, 8)
-    lengths = np.array([3, 3, 3, 3])
-    arrays = AttentionArrays(q, k, v, query_lengths=lengths, key_lengths=lengths)
-    problem = AttentionProblem.of(arrays, causal=True)
-    wild = np.array([-5, 2**62, -(2**63), 9])
-    arrays = arrays._replace(query_lengths=wild, key_lengths=wild[::-1])
-    problem = AttentionProblem.of(arrays._replace(query_lengths=lengths, key_lengths=lengths[::-1]))
-    out, lse = np.full((4, 4, 8), np.nan, np.float32), np.full((4, 4), np.nan, np.float32)
-    engine.load("device").attention(problem, arrays, out, lse, None)
-    tame = {"query_lengths": np.clip(wild, 0, 4), "key_lengths": np.clip(wild[::-1], 0, 9)}
-    assert_attention_close(out, lse, expect_attention(q, k, v, **tame))
+    wild, tame = lengths_that_nobody_checked(excess)
+    # Behind the last entry there is one that a length too large would show.
+    q, k, v = (normal(seed, 10, tokens, 8)[:-1] for seed, tokens in enumerate((4, 9, 9)))
+    problem = AttentionProblem.of(AttentionArrays(q, k, v, **tame), causal=causal)
+    out, lse = np.full((9, 4, 8), np.nan, np.float32), np.full((9, 4), np.nan, np.float32)
+    engine.load("device").attention(problem, AttentionArrays(q, k, v, **wild), out, lse, None)
+    assert_attention_close(out, lse, expect_attention(q, k, v, causal=causal, **tame))
 
 
 # --------------------------------------------------------------------------------- parameter blocks

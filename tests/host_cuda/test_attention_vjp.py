@@ -22,7 +22,13 @@ from tests.devices import H200, T4
 from tests.host_cuda import builder
 from tests.host_cuda.builder import Edit
 from tests.host_cuda.engine import HostExecutor
-from tests.host_cuda.test_attention import normal, on_host_cuda, sanitized, use
+from tests.host_cuda.test_attention import (
+    lengths_that_nobody_checked,
+    normal,
+    on_host_cuda,
+    sanitized,
+    use,
+)
 
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
 
@@ -218,17 +224,17 @@ def test_bytes_grow_with_the_tokens():
     assert needs[1] <= 64 * needs[0]
 
 
-def test_lengths_that_nobody_checked_are_clamped(monkeypatch):
+@pytest.mark.parametrize("excess", [2, 2**62])
+def test_lengths_that_nobody_checked_are_clamped(excess, monkeypatch):
     """Values on a device are not read by the host: the kernels keep them within the arrays."""
     executor = use(monkeypatch)
-    q, k, v = normal(0, 4, 4, 8), normal(1, 4, 9, 8), normal(2, 4, 9, 8)
-    wild = np.array([-5, 2**62, -(2**63), 9])
-    tame = {"query_lengths": np.clip(wild, 0, 4), "key_lengths": np.clip(wild[::-1], 0, 9)}
+    wild, tame = lengths_that_nobody_checked(excess)
+    q, k, v = (normal(seed, 10, tokens, 8)[:-1] for seed, tokens in enumerate((4, 9, 9)))
     out, lse = cuflash.flash_attention(q, k, v, return_lse=True, **tame)
     grads = AttentionGrads(*(np.full_like(x, np.nan) for x in (q, k, v)))
-    arrays = AttentionArrays(q, k, v, query_lengths=wild, key_lengths=wild[::-1].copy())
-    forward = AttentionProblem.of(arrays._replace(**tame))
+    forward = AttentionProblem.of(AttentionArrays(q, k, v, **tame))
     results = AttentionResults(out, out, lse)
+    arrays = AttentionArrays(q, k, v, **wild)
     problem = AttentionVjpProblem.of(forward, arrays, results, grads)
     assert compute(problem, arrays, results, grads, None, executor)
     assert_gradients_close(grads, expect_gradients(out, q, k, v, **tame))
