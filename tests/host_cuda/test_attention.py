@@ -31,7 +31,7 @@ from cuflash.testing.properties import ATTENTION_PROPERTIES, split_of_keys
 from cuflash.testing.strategies import attention_problems
 from tests.devices import H200, T4
 from tests.host_cuda import builder
-from tests.host_cuda.attention_engine import HostCudaAttention
+from tests.host_cuda.attention_engine import HostCudaAttention, check_bounds
 from tests.host_cuda.builder import Edit
 from tests.host_cuda.engine import HostExecutor
 
@@ -440,6 +440,11 @@ def sanitized(which, *fault):
         capture_output=True,
         text=True,
     )
+
+
+def test_the_small_calls_launch_every_kernel_of_merges():
+    launched = {launch.kernel.expression.partition("<")[0] for launch in check_bounds()}
+    assert launched >= {f"cuflash::combine{end}" for end in ("", "_states", "_vjp")}
 
 
 def test_no_access_out_of_bounds():
