@@ -513,3 +513,50 @@ def test_bias_past_the_range_of_the_scores(bias, monkeypatch, rng):
     expected = np.zeros_like(out) if np.isinf(bias) else np.broadcast_to(v.mean(axis=0), out.shape)
     np.testing.assert_allclose(out, expected, 1e-6, 1e-6)
     assert np.isinf(lse).all() == np.isinf(bias)
+
+
+LARGEST = float(np.finfo(np.float32).max)
+#: The bias of a score of +-2e32 beside two of 0: the weights and lse of the row, and those of a row
+#: of that key alone.
+PAST_THE_RANGE = {
+    "no wider than the scores, below": (np.float32, -1, [0, 0.5, 0.5], np.log(2), 0, -np.inf),
+    "no wider than the scores, above": (np.float32, 1, [np.nan] * 3, np.nan, np.nan, np.nan),
+    "wider, below": (np.float64, -1, [0, 0.5, 0.5], np.log(2), 1, -LARGEST),
+    "wider, above": (np.float64, 1, [1, 0, 0], LARGEST, 1, LARGEST),
+}
+
+
+@pytest.mark.parametrize("runs_kernels", [False, True])
+@pytest.mark.parametrize("bias", PAST_THE_RANGE)
+def test_sums_past_the_range_of_the_accumulator(bias, runs_kernels, monkeypatch):
+    """As docs/guarantees.md says, on both engines: -inf or NaN, or the largest number."""
+    if runs_kernels:
+        use(monkeypatch)
+    dtype, sign, weights, of_row, weight, of_key = PAST_THE_RANGE[bias]
+    q, k, v = np.float32([[sign * 2e16]]), np.float32([[1e16], [0], [0]]), np.eye(3, dtype="f4")
+    added = np.array([sign * LARGEST, 0, 0], dtype)
+    out, lse = cuflash.flash_attention(q, k, v, scale=1.0, bias=added, return_lse=True)
+    np.testing.assert_allclose(out, [weights], rtol=1e-6)
+    np.testing.assert_allclose(lse, [of_row], rtol=1e-6)
+    out, lse = cuflash.flash_attention(
+        q, k[:1], v[:1, :1], scale=1.0, bias=added[:1], return_lse=True
+    )
+    np.testing.assert_array_equal(out, [[weight]])
+    np.testing.assert_array_equal(lse, np.float32([of_key]))
+
+
+@pytest.mark.parametrize("runs_kernels", [False, True])
+def test_products_past_the_range_of_the_accumulator(runs_kernels, monkeypatch):
+    if runs_kernels:
+        use(monkeypatch)
+    v = np.eye(3, dtype=np.float32)
+    q, k = np.float32([[1e30], [-1e30]]), np.float32([[1e30], [0], [0]])
+    out, lse = cuflash.flash_attention(q, k, v, scale=1e-30, return_lse=True)
+    np.testing.assert_allclose(out, [[np.nan] * 3, [0, 0.5, 0.5]])
+    np.testing.assert_allclose(lse, [np.nan, np.log(2)], rtol=1e-6)
+    # A scale past the range is the largest number within.
+    q, k = np.float32([[1]]), np.float32([[1], [-1], [0]])
+    for sign in (-1, 1):
+        out, lse = cuflash.flash_attention(q, k, v, scale=sign * 1e300, return_lse=True)
+        np.testing.assert_array_equal(out, v[[0 if sign > 0 else 1]])
+        np.testing.assert_array_equal(lse, np.float32([LARGEST]))
