@@ -1,4 +1,6 @@
-"""The tables of docs/memory-wall.md from result files; `benchmarks.softmax_regimes` writes them.
+"""Tables of docs/memory-wall.md and docs/kernels.md from result files.
+
+`benchmarks.softmax_regimes` writes them.
 
 A table stands between ``<!-- table: name -->`` and ``<!-- /table -->``; the prose around it stays.
 """
@@ -28,6 +30,7 @@ TABLES = (
     "family",
     "across",
     "traffic",
+    "unheld",
     "occupancy",
     "claims",
     "regimes",
@@ -74,6 +77,7 @@ def tables(
         family(last),
         across([row for row in timed if row["axis"] == "0"]),
         traffic(counted),
+        unheld([row for row in last if row["dtype"] == "float32"], counted),
         occupancy(claims),
         told(claims),
         regimes(claims),
@@ -194,6 +198,30 @@ def traffic(counted: Sequence[rows.Row]) -> list[rows.Row]:
         for row in counted
         if row["N"] in compared
     ]
+
+
+def unheld(timed: Sequence[rows.Row], counted: Sequence[rows.Row]) -> list[rows.Row]:
+    """Return what `naive` and `online`, which hold no row, reach and bring through DRAM."""
+    shares = _shares(timed, "softmax")
+    by_length: dict[int, dict[str, rows.Row]] = {}
+    for row in counted:
+        by_length.setdefault(int(row["N"]), {})[row["method"]] = row
+    methods = ("naive", "online")
+    return [
+        {
+            "N": n,
+            **{name: shares["float32", n, name] for name in methods},
+            **{f"{name}, bytes": _bytes_of_trips(found[name]) for name in methods},
+            "rows in flight of online, MB": f"{float(found['online']['wave MB']):.0f}",
+            "its second read that L2 absorbs": _percent(found["online"]["absorbed"]),
+        }
+        for n, found in by_length.items()
+        if all(name in found and ("float32", n, name) in shares for name in methods)
+    ]
+
+
+def _bytes_of_trips(row: rows.Row) -> str:
+    return f"{float(row['DRAM bytes an element']):.1f} of {row['theory']}"
 
 
 def occupancy(claims: Sequence[rows.Row]) -> list[rows.Row]:

@@ -3,7 +3,7 @@
 ``python -m benchmarks.softmax_regimes`` measures nothing itself. It reads ``softmax.csv`` and
 ``memory_traffic.csv`` of ``benchmarks/results/<gpu>/``, predicts what kernels as shipped do on that
 GPU, and writes ``softmax_regimes.csv`` beside them. ``--device-like h200`` does so without the GPU;
-``--document docs/memory-wall.md`` also writes that document's tables anew.
+``--document docs/memory-wall.md docs/kernels.md`` also writes the tables of these anew.
 
 The source: float32 softmax on a Tesla T4 in three versions. v1 is `naive`, v2 `fused` with its row
 in the shared memory of a block of 256 threads that asks for no more than every block may have, v3
@@ -307,14 +307,16 @@ def table(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the results of a GPU, and write the table and, if asked to, the document."""
+    """Read the results of a GPU, and write the table and, if asked to, the documents."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.softmax_regimes",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device-like", choices=("h200",), help="of a GPU that is not here")
-    parser.add_argument("--document", type=Path, help="write the tables of this file anew")
+    parser.add_argument(
+        "--document", type=Path, nargs="+", default=[], help="write the tables of these files anew"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder with results")
     chosen = parser.parse_args(arguments)
     machine, limits = _gpu(chosen.device_like)
@@ -328,8 +330,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = rows.write_rows(chosen.results, "softmax_regimes", [], {"machine": machine}, found)
     hidden = {"dtype", *rows.ENVIRONMENT}
     print(rows.table({k: v for k, v in row.items() if k not in hidden} for row in found))
-    if chosen.document:
-        memory_wall.write(chosen.document, timed, counted, rows.read_rows(path))
+    for document in chosen.document:
+        memory_wall.write(document, timed, counted, rows.read_rows(path))
 
 
 def _gpu(like: str | None) -> tuple[str, DeviceLimits]:

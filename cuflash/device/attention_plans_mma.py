@@ -33,6 +33,33 @@ class MmaTile:
     queries_held: bool
     blocks: int
 
+    def __post_init__(self) -> None:
+        """Refuse what the kernel cannot be compiled for."""
+        for name in ("keys", "features", "values"):
+            size = getattr(self, name)
+            if size < 16 or size % 16:
+                raise ValueError(f"{name} must be a positive multiple of 16, got {size}")
+        for name in ("row_tiles", "blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name, most in (("warps", 32), ("keys", 128)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must lie in 1..{most}, got {getattr(self, name)}")
+        for rows, columns in (("queries", "features"), ("keys", "features"), ("keys", "values")):
+            # 16-byte chunks side by side that threads copy, as `SwizzledTile` permutes them.
+            side_by_side = math.gcd(getattr(self, columns) // 8, 8)
+            step = 32 * self.warps // side_by_side
+            if step % 8 or getattr(self, rows) % step:
+                raise ValueError(
+                    f"{self.warps} warps copy {step} rows of {columns} at a time: not a multiple "
+                    f"of 8 that divides {getattr(self, rows)} {rows}"
+                )
+        if 4 * self.queries * self.values > self.shared_bytes:
+            raise ValueError(
+                f"results of {self.queries} queries and {self.values} values, in float32, have no "
+                f"room in {self.shared_bytes} bytes of shared memory"
+            )
+
     @property
     def queries(self) -> int:
         """Query rows of a block."""

@@ -40,6 +40,11 @@ def _padded_block() -> ParameterBlock:
 
 WGMMA_PARAMETERS = _padded_block()
 
+#: Keys of a tile, by its width, for which `lib/ptx_wgmma.cuh` has the products.
+_KEYS_BY_WIDTH = {64: (64, 128), 128: (128,), 256: (80,)}
+#: Most shared memory of a block of Hopper.
+_SHARED_BYTES = 227 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class WgmmaTile:
@@ -59,6 +64,26 @@ class WgmmaTile:
     staged: bool
     turns: bool
     topless: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernel cannot be compiled for, or no multiprocessor has room for."""
+        if not 2 <= self.groups <= 4:
+            raise ValueError(f"groups must lie in 2..4, got {self.groups}")
+        if self.width not in _KEYS_BY_WIDTH:
+            raise ValueError(f"width must be one of {[*_KEYS_BY_WIDTH]}, got {self.width}")
+        if self.keys not in _KEYS_BY_WIDTH[self.width]:
+            raise ValueError(
+                f"keys must be one of {[*_KEYS_BY_WIDTH[self.width]]} at width {self.width}, "
+                f"got {self.keys}"
+            )
+        for name in ("stages", "query_stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.shared_bytes > _SHARED_BYTES:
+            raise ValueError(
+                f"a block needs {self.shared_bytes} bytes of shared memory; "
+                f"there are {_SHARED_BYTES}"
+            )
 
     @property
     def queries(self) -> int:

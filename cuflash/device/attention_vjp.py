@@ -94,10 +94,7 @@ def compute(
         asked = [None if x is None else spec for x, spec in zip(grads, problem.grads, strict=True)]
         problem = replace(problem, grads=AttentionGrads(*asked))
     plan = plan_attention_vjp(problem, executor.limits)
-    if any(
-        x is not None and x.dtype.itemsize == 2
-        for x in (getattr(grads, name) for name in plan.added)
-    ):
+    if any(getattr(grads, name).dtype.itemsize == 2 for name in plan.added):
         return _compute_in_float32(problem, arrays, results, grads, workspace, executor)
     pointers = [
         0 if x is None or type(x) is int else executor.address(x)

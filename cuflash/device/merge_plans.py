@@ -13,7 +13,15 @@ from ..problem import ArraySpec, accumulator
 from .attention_plans_combine import WARP, combine_launch, row_warps, tiles_of_rows
 from .compiler import Launch, ParameterBlock
 from .executor import DeviceLimits
-from .parameters import COMBINE_LISTED, COMBINE_VJP, FLOAT_TYPES, BatchPlan, Slots, as_words
+from .parameters import (
+    COMBINE_LISTED,
+    COMBINE_VJP,
+    FLOAT_TYPES,
+    LISTED_PARTS,
+    BatchPlan,
+    Slots,
+    as_words,
+)
 from .plans import C_TYPES
 
 
@@ -26,6 +34,16 @@ class MergePlan:
     itemsizes: tuple[int, ...]
     _slots: Slots
     _block: np.ndarray
+
+    def __post_init__(self) -> None:
+        """Refuse arrays that are not the plan's, and a block that warps do not make up."""
+        operands = len(self.itemsizes)
+        if operands % 2 or not 4 <= operands <= 2 + 2 * LISTED_PARTS:
+            raise ValueError(f"1 to {LISTED_PARTS} parts are merged, not {operands / 2 - 1}")
+        if len(self.batch.strides) != operands:
+            raise ValueError(f"{operands} arrays with strides of {len(self.batch.strides)}")
+        if self.launch is not None and (self.launch.block % WARP or self.launch.grid < 1):
+            raise ValueError(f"rows are taken by whole warps, not by {self.launch}")
 
     def launches(self, pointers: Sequence[int]) -> Iterator[tuple[Launch, np.ndarray]]:
         """Yield the kernel and its parameter block, as often as the engine loops.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import cupy
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 import cuflash
 from cuflash import baselines, device, reference
@@ -17,7 +17,8 @@ from cuflash.testing.bounds import assert_attention_close, expect_attention
 from cuflash.testing.cases import ALL_CASES
 from cuflash.testing.problems import AttentionCase
 from cuflash.testing.properties import ATTENTION_PROPERTIES, split_of_keys
-from cuflash.testing.strategies import attention_problems
+from cuflash.testing.softmax_properties import MergeCase, merge_attention_is_a_monoid
+from cuflash.testing.strategies import attention_problems, merge_problems
 from tests.device.arrays import to_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
@@ -106,6 +107,13 @@ def test_shares_of_the_keys(case):
 @given(case=PROBLEMS)
 def test_parts_merge_to_the_whole(case):
     split_of_keys(attend(), case, merge=on_device(cuflash.merge_attention))
+
+
+@settings(max_examples=10)
+@given(case=merge_problems())
+@example(case=MergeCase(shape=(3, 70), dv=40, empty=0.4))
+def test_merge_attention_is_a_monoid(case):
+    merge_attention_is_a_monoid(on_device(cuflash.merge_attention), case)
 
 
 # CuPy compiles its own kernels for each dtype and number of axes, a second for each example.
@@ -292,6 +300,32 @@ def test_a_call_can_be_captured_into_a_graph(splits):
         stream.synchronize()
         expected = expect_attention(*values, key_lengths=counts, causal=True)
         assert_attention_close(cupy.asnumpy(out), cupy.asnumpy(lse), expected)
+
+
+def test_a_merge_can_be_captured_into_a_graph():
+    """Its results take the memory that those of the call before gave back to the stream's pool."""
+    shapes = ((2, 70, 40), (2, 70)) * 2
+    given = [cupy.zeros(shape, np.float32) for shape in shapes]
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cuflash.merge_attention(*given)
+        stream.begin_capture()
+        results = cuflash.merge_attention(*given)
+        graph = stream.end_capture()
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        values = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+        values[0][0, :9], values[1][0, :9] = np.nan, -np.inf
+        for x, value in zip(given, values, strict=True):
+            x.set(value)
+        for x in results:
+            x.fill(np.nan)
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        for x, expected in zip(results, cuflash.merge_attention(*values), strict=True):
+            np.testing.assert_allclose(cupy.asnumpy(x), expected, rtol=2e-6, atol=2e-6)
 
 
 def test_two_host_threads_at_once():

@@ -110,6 +110,32 @@ def check_bounds(**options):
                     cuflash.flash_attention(q, k, v, **more, out=out, lse=lse, num_splits=splits)
                     assert_attention_close(out, lse, expect_attention(q, k, v, **more))
             check_wild_ends(emulated, q, k, v)
+        check_bounds_of_merges(rng)
+    return emulated.executor.launched
+
+
+def check_bounds_of_merges(rng):
+    """Merge results and states, and pull back, with rows past a block's last and odd columns."""
+
+    def parts(*shapes):
+        return [np.array(rng.normal(size=shape), np.float32) for shape in shapes]
+
+    for rows, columns in ((1, 1), (9, 33), (130, 7)):
+        shapes = [(2, rows, columns), (2, rows)] * 2
+        pairs = parts(*shapes)
+        pairs[1][0] = -np.inf
+        out, lse = cuflash.merge_attention(*pairs)
+        for x, expected in zip((out, lse), reference.merge_attention(*pairs), strict=True):
+            np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6)
+        given = [*parts(*shapes[:2]), *pairs]
+        grads = cuflash.merge_attention_vjp(*given)
+        for x, expected in zip(grads, reference.merge_attention_vjp(*given), strict=True):
+            np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-5)
+        a, b = (cuflash.SoftmaxState(m, np.exp(n)) for m, n in (pairs[1::2], parts(*shapes[1::2])))
+        merged = cuflash.merge_softmax(a, b)
+        expected = np.logaddexp(*(state.maximum + np.log(state.normalizer) for state in (a, b)))
+        total = merged.maximum + np.log(merged.normalizer)
+        np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
 
 
 def check_bounds_of_gradients(**options):

@@ -23,7 +23,10 @@ SMALL = replace(H200, multiprocessors=1, threads_per_sm=512)
 
 
 def check(dtype=np.float32, lengths=LENGTHS, **options):
-    """Compare all functions with the oracle; AssertionError or RuntimeError says what is wrong."""
+    """Compare functions of x's shape with the oracle; return what was launched.
+
+    AssertionError or RuntimeError says what is wrong.
+    """
     emulated = HostCuda(limits=SMALL, **options)
     rng = np.random.default_rng(0)
     tolerance = {"rtol": 40 * np.finfo(dtype).eps, "atol": 40 * np.finfo(dtype).eps}
@@ -48,8 +51,55 @@ def check(dtype=np.float32, lengths=LENGTHS, **options):
                 cuflash.softmax_vjp(dy, out, axis, where=where, out=dx)
                 expected = reference.softmax_vjp(dy, out, axis, where=where)
                 np.testing.assert_allclose(dx, expected, **tolerance)
+    return emulated.executor.launched
+
+
+def check_entries(limits=SMALL, sizes=((8, 7), (8, 37), (8, 2100)), axes=(0, 1), **options):
+    """Compare what makes an entry of a row, or reads one; return what was launched."""
+    emulated = HostCuda(limits=limits, **options)
+    rng = np.random.default_rng(0)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6}
+    with mock.patch.object(engine, "load", lambda name: emulated):
+        for shape, axis in itertools.product(sizes, axes):
+            shape = shape if axis else shape[::-1]
+            x, dy = (np.array(rng.normal(size=shape), np.float32) for _ in range(2))
+            np.moveaxis(x, axis, 1)[1] = -np.inf
+            dlse = np.array(np.take(dy, 0, axis))
+            for where in (None, np.array(rng.random(shape) < 0.7)):
+                lse, y, dx = np.empty_like(dlse), np.empty_like(x), np.empty_like(x)
+                cuflash.logsumexp(x, axis, where=where, out=lse)
+                expected = reference.logsumexp(x, axis, where=where)
+                np.testing.assert_allclose(lse, expected, **tolerance)
+                cuflash.logsumexp_vjp(dlse, x, lse, axis, where=where, out=dx)
+                expected = reference.logsumexp_vjp(dlse, x, lse, axis, where=where)
+                np.testing.assert_allclose(dx, expected, **tolerance)
+                state = cuflash.softmax_state(x, axis, where=where)
+                np.testing.assert_allclose(state.logsumexp().reshape(lse.shape), lse, **tolerance)
+                if where is None:
+                    expected = reference.softmax(x, axis)
+                    np.testing.assert_allclose(state.apply(x), expected, **tolerance)
+                for name in ("softmax", "log_softmax"):
+                    getattr(cuflash, name)(x, axis, where=where, out=y)
+                    expected = getattr(reference, name)(x, axis, where=where)
+                    np.testing.assert_allclose(y, expected, **tolerance)
+                    getattr(cuflash, f"{name}_vjp")(dy, y, axis, where=where, out=dx)
+                    expected = getattr(reference, f"{name}_vjp")(dy, y, axis, where=where)
+                    np.testing.assert_allclose(dx, expected, rtol=1e-4, atol=1e-4)
+    return emulated.executor.launched
+
+
+def check_long_rows(**options):
+    """Do the same with rows that no block holds: read twice, or shared by several blocks."""
+    sizes = ((2, 70_000), (2, 70_001))  # two parts, of whole chunks and not
+    return [
+        launch
+        for limits in (SMALL, H200)
+        for launch in check_entries(limits, sizes, (1,), **options)
+    ]
 
 
 if __name__ == "__main__":
     planted = [Edit(*sys.argv[1:])] if sys.argv[1:] else []
     check(lengths=(7, 32, 37, 2100), sanitize=True, edits=planted)
+    check_entries(sanitize=True, edits=planted)
+    check_long_rows(sanitize=True, edits=planted)

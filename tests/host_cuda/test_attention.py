@@ -31,7 +31,7 @@ from cuflash.testing.properties import ATTENTION_PROPERTIES, split_of_keys
 from cuflash.testing.strategies import attention_problems
 from tests.devices import H200, T4
 from tests.host_cuda import builder
-from tests.host_cuda.attention_engine import HostCudaAttention
+from tests.host_cuda.attention_engine import HostCudaAttention, check_bounds
 from tests.host_cuda.builder import Edit
 from tests.host_cuda.engine import HostExecutor
 
@@ -361,20 +361,27 @@ def test_integers_of_every_type(dtype, monkeypatch):
     assert_attention_close(out, lse, expect_attention(q, k, v, **options))
 
 
-def test_lengths_that_nobody_checked_are_clamped(monkeypatch):
+def lengths_that_nobody_checked(excess):
+    """Return wild lengths of up to 4 queries and 9 keys, every pair of them, and tame ones."""
+    wild = [[-excess, 3, most + excess] for most in (4, 9)]
+    queries, keys = (x.ravel() for x in np.meshgrid(*wild))
+    names = ("query_lengths", "key_lengths")
+    tame = dict(zip(names, (np.clip(queries, 0, 4), np.clip(keys, 0, 9)), strict=True))
+    return dict(zip(names, (queries, keys), strict=True)), tame
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("excess", [2, 2**62])
+def test_lengths_that_nobody_checked_are_clamped(excess, causal, monkeypatch):
     """Values on a device are not read by the host: the kernels keep them within the arrays."""
     use(monkeypatch)
-    q, k, v = normal(0, 4, 4, 8), normal(1, 4, 9, 8), normal(2, 4, 9, 8)
-    lengths = np.array([3, 3, 3, 3])
-    arrays = AttentionArrays(q, k, v, query_lengths=lengths, key_lengths=lengths)
-    problem = AttentionProblem.of(arrays, causal=True)
-    wild = np.array([-5, 2**62, -(2**63), 9])
-    arrays = arrays._replace(query_lengths=wild, key_lengths=wild[::-1])
-    problem = AttentionProblem.of(arrays._replace(query_lengths=lengths, key_lengths=lengths[::-1]))
-    out, lse = np.full((4, 4, 8), np.nan, np.float32), np.full((4, 4), np.nan, np.float32)
-    engine.load("device").attention(problem, arrays, out, lse, None)
-    tame = {"query_lengths": np.clip(wild, 0, 4), "key_lengths": np.clip(wild[::-1], 0, 9)}
-    assert_attention_close(out, lse, expect_attention(q, k, v, **tame))
+    wild, tame = lengths_that_nobody_checked(excess)
+    # Behind the last entry there is one that a length too large would show.
+    q, k, v = (normal(seed, 10, tokens, 8)[:-1] for seed, tokens in enumerate((4, 9, 9)))
+    problem = AttentionProblem.of(AttentionArrays(q, k, v, **tame), causal=causal)
+    out, lse = np.full((9, 4, 8), np.nan, np.float32), np.full((9, 4), np.nan, np.float32)
+    engine.load("device").attention(problem, AttentionArrays(q, k, v, **wild), out, lse, None)
+    assert_attention_close(out, lse, expect_attention(q, k, v, causal=causal, **tame))
 
 
 # --------------------------------------------------------------------------------- parameter blocks
@@ -463,6 +470,11 @@ def sanitized(which, *fault):
     )
 
 
+def test_the_small_calls_launch_every_kernel_of_merges():
+    launched = {launch.kernel.expression.partition("<")[0] for launch in check_bounds()}
+    assert launched >= {f"cuflash::combine{end}" for end in ("", "_states", "_vjp")}
+
+
 def test_no_access_out_of_bounds():
     run = sanitized("forward")
     assert run.returncode == 0, run.stderr
@@ -529,3 +541,50 @@ def test_bias_past_the_range_of_the_scores(bias, monkeypatch, rng):
     expected = np.zeros_like(out) if np.isinf(bias) else np.broadcast_to(v.mean(axis=0), out.shape)
     np.testing.assert_allclose(out, expected, 1e-6, 1e-6)
     assert np.isinf(lse).all() == np.isinf(bias)
+
+
+LARGEST = float(np.finfo(np.float32).max)
+#: The bias of a score of +-2e32 beside two of 0: the weights and lse of the row, and those of a row
+#: of that key alone.
+PAST_THE_RANGE = {
+    "no wider than the scores, below": (np.float32, -1, [0, 0.5, 0.5], np.log(2), 0, -np.inf),
+    "no wider than the scores, above": (np.float32, 1, [np.nan] * 3, np.nan, np.nan, np.nan),
+    "wider, below": (np.float64, -1, [0, 0.5, 0.5], np.log(2), 1, -LARGEST),
+    "wider, above": (np.float64, 1, [1, 0, 0], LARGEST, 1, LARGEST),
+}
+
+
+@pytest.mark.parametrize("runs_kernels", [False, True])
+@pytest.mark.parametrize("bias", PAST_THE_RANGE)
+def test_sums_past_the_range_of_the_accumulator(bias, runs_kernels, monkeypatch):
+    """As docs/guarantees.md says, on both engines: -inf or NaN, or the largest number."""
+    if runs_kernels:
+        use(monkeypatch)
+    dtype, sign, weights, of_row, weight, of_key = PAST_THE_RANGE[bias]
+    q, k, v = np.float32([[sign * 2e16]]), np.float32([[1e16], [0], [0]]), np.eye(3, dtype="f4")
+    added = np.array([sign * LARGEST, 0, 0], dtype)
+    out, lse = cuflash.flash_attention(q, k, v, scale=1.0, bias=added, return_lse=True)
+    np.testing.assert_allclose(out, [weights], rtol=1e-6)
+    np.testing.assert_allclose(lse, [of_row], rtol=1e-6)
+    out, lse = cuflash.flash_attention(
+        q, k[:1], v[:1, :1], scale=1.0, bias=added[:1], return_lse=True
+    )
+    np.testing.assert_array_equal(out, [[weight]])
+    np.testing.assert_array_equal(lse, np.float32([of_key]))
+
+
+@pytest.mark.parametrize("runs_kernels", [False, True])
+def test_products_past_the_range_of_the_accumulator(runs_kernels, monkeypatch):
+    if runs_kernels:
+        use(monkeypatch)
+    v = np.eye(3, dtype=np.float32)
+    q, k = np.float32([[1e30], [-1e30]]), np.float32([[1e30], [0], [0]])
+    out, lse = cuflash.flash_attention(q, k, v, scale=1e-30, return_lse=True)
+    np.testing.assert_allclose(out, [[np.nan] * 3, [0, 0.5, 0.5]])
+    np.testing.assert_allclose(lse, [np.nan, np.log(2)], rtol=1e-6)
+    # A scale past the range is the largest number within.
+    q, k = np.float32([[1]]), np.float32([[1], [-1], [0]])
+    for sign in (-1, 1):
+        out, lse = cuflash.flash_attention(q, k, v, scale=sign * 1e300, return_lse=True)
+        np.testing.assert_array_equal(out, v[[0 if sign > 0 else 1]])
+        np.testing.assert_array_equal(lse, np.float32([LARGEST]))

@@ -10,19 +10,25 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.device.attention_vjp import compute
 from cuflash.device.attention_vjp_plans import VJP_TILES, vjp_tile
-from cuflash.problem import AttentionArrays, AttentionProblem
+from cuflash.problem import BFLOAT16, AttentionArrays, AttentionProblem
 from cuflash.problem_vjp import AttentionGrads, AttentionResults, AttentionVjpProblem
 from cuflash.testing.bounds import assert_gradients_close, expect_gradients
 from cuflash.testing.gradient_cases import GRADIENT_CASES
 from cuflash.testing.gradients import GRADIENT_PROPERTIES
-from cuflash.testing.problems import AttentionCase, dtype_of
+from cuflash.testing.problems import AttentionCase
 from cuflash.testing.strategies import attention_problems, varlen_problems
 from cuflash.testing.varlen_gradients import VARLEN_GRADIENT_PROPERTIES
 from tests.devices import H200, T4
 from tests.host_cuda import builder
 from tests.host_cuda.builder import Edit
 from tests.host_cuda.engine import HostExecutor
-from tests.host_cuda.test_attention import normal, on_host_cuda, sanitized, use
+from tests.host_cuda.test_attention import (
+    lengths_that_nobody_checked,
+    normal,
+    on_host_cuda,
+    sanitized,
+    use,
+)
 
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
 
@@ -175,23 +181,15 @@ def test_more_batch_axes_than_a_block_has_room_for(monkeypatch):
     gradients(few, few, normal(3, 1, 2))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bits_do_not_round_what_launches_add(dtype, monkeypatch):
-    """dv, dbias and dsinks of as many equal terms as the type cannot count, launch by launch."""
+def test_16_bits_do_not_round_what_launches_add(monkeypatch):
+    """dv of as many equal terms as bfloat16 cannot count, 256 in each launch."""
     use(monkeypatch)
-    dtype = dtype_of(dtype)
-    count = 200
-    q = np.zeros((count, *(2,) * 8, 1, 1), dtype)[:, ::-1, :, ::-1, :, ::-1, :, ::-1]
-    k, v = np.zeros((2, 1), dtype), np.array([[1], [0]], dtype)
-    bias, sinks = np.zeros((1, 2), dtype), np.zeros((), dtype)
-    forward = {"bias": bias, "sinks": sinks}
-    out, lse = cuflash.flash_attention(q, k, v, return_lse=True, **forward)
-    dout = np.ones_like(out)
-    grads = cuflash.flash_attention_vjp(dout, q, k, v, out, lse, **forward)
-    rows = count * 256
-    np.testing.assert_allclose(grads.dv.astype(np.float64), rows / 3, 1e-2)
-    np.testing.assert_allclose(grads.dbias.astype(np.float64), [[rows * 2 / 9, -rows / 9]], 1e-2)
-    np.testing.assert_allclose(float(grads.dsinks), -rows / 9, 1e-2)
+    q = np.zeros((280, *(2,) * 8, 1, 1), BFLOAT16)[:, ::-1, :, ::-1, :, ::-1, :, ::-1]
+    k, v = np.zeros((1, 1), BFLOAT16), np.ones((1, 1), BFLOAT16)
+    out, lse = np.ones_like(q), np.zeros(q.shape[:-1], np.float32)
+    asked = AttentionGrads(None, None, np.empty_like(v))
+    grads = cuflash.flash_attention_vjp(np.ones_like(out), q, k, v, out, lse, grads=asked)
+    assert float(grads.dv[0, 0]) == 280 * 256
 
 
 def test_launches_add_to_every_gradient(monkeypatch):
@@ -245,17 +243,17 @@ def test_bytes_grow_with_the_tokens():
     assert needs[1] <= 64 * needs[0]
 
 
-def test_lengths_that_nobody_checked_are_clamped(monkeypatch):
+@pytest.mark.parametrize("excess", [2, 2**62])
+def test_lengths_that_nobody_checked_are_clamped(excess, monkeypatch):
     """Values on a device are not read by the host: the kernels keep them within the arrays."""
     executor = use(monkeypatch)
-    q, k, v = normal(0, 4, 4, 8), normal(1, 4, 9, 8), normal(2, 4, 9, 8)
-    wild = np.array([-5, 2**62, -(2**63), 9])
-    tame = {"query_lengths": np.clip(wild, 0, 4), "key_lengths": np.clip(wild[::-1], 0, 9)}
+    wild, tame = lengths_that_nobody_checked(excess)
+    q, k, v = (normal(seed, 10, tokens, 8)[:-1] for seed, tokens in enumerate((4, 9, 9)))
     out, lse = cuflash.flash_attention(q, k, v, return_lse=True, **tame)
     grads = AttentionGrads(*(np.full_like(x, np.nan) for x in (q, k, v)))
-    arrays = AttentionArrays(q, k, v, query_lengths=wild, key_lengths=wild[::-1].copy())
-    forward = AttentionProblem.of(arrays._replace(**tame))
+    forward = AttentionProblem.of(AttentionArrays(q, k, v, **tame))
     results = AttentionResults(out, out, lse)
+    arrays = AttentionArrays(q, k, v, **wild)
     problem = AttentionVjpProblem.of(forward, arrays, results, grads)
     assert compute(problem, arrays, results, grads, None, executor)
     assert_gradients_close(grads, expect_gradients(out, q, k, v, **tame))

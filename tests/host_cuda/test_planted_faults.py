@@ -1,14 +1,17 @@
 """Faults planted in the shipped source turn the tests red: proof that those can fail."""
 
 import os
+import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from cuflash.device.plans import softmax_kernels
 from tests.host_cuda import builder
 from tests.host_cuda.builder import Edit
-from tests.host_cuda.small_cases import check
+from tests.host_cuda.small_cases import check, check_entries, check_long_rows
 
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
 
@@ -69,6 +72,20 @@ OUT_OF_BOUNDS = {
 @pytest.mark.parametrize("order", builder.HostKernel.ORDERS)
 def test_the_source_as_it_is_passes(order):
     check(order=order)
+    check_entries(order=order)
+
+
+def test_the_small_cases_launch_every_kernel_and_operation():
+    """All that AddressSanitizer could watch: clusters are emulated by nothing."""
+
+    def told(kernels):
+        functions = {(k.source, k.expression.partition("<")[0]) for k in kernels}
+        return functions, {x for k in kernels for x in re.findall(r"::([A-Z]\w+)", k.expression)}
+
+    launches = [*check(), *check_entries(), *check_long_rows()]
+    assert told([launch.kernel for launch in launches]) == told(
+        list(softmax_kernels(np.dtype(np.float32), clusters=False))
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS)

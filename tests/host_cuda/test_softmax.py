@@ -377,6 +377,25 @@ def test_a_million_terms_do_not_lose_each_other(method, monkeypatch):
     np.testing.assert_allclose(y, reference.softmax(x), rtol=4e-7)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_an_infinite_score_is_followed_by_many(axis, dtype, monkeypatch, rng):
+    """A sum that has become infinite stays so over all that a lane adds to it."""
+    use(monkeypatch)
+    x = rng.normal(size=(8, 70_000)).astype(dtype)
+    dy, y = np.zeros_like(x), np.full_like(x, 2.0**-17)
+    x[0, 0] = x[1, 35_000] = dy[0, 0] = dy[1, 35_000] = np.inf
+    if axis == 0:
+        x, dy, y = (np.ascontiguousarray(a.T) for a in (x, dy, y))
+    infinite = np.arange(8) < 2
+    np.testing.assert_array_equal(np.isposinf(cuflash.logsumexp(x, axis)), infinite)
+    state = cuflash.softmax_state(x, axis)
+    for entries in (state.maximum, state.logsumexp()):
+        np.testing.assert_array_equal(np.isposinf(entries.ravel()), infinite)
+    dx = cuflash.softmax_vjp(dy, y, axis)
+    np.testing.assert_array_equal(dx, reference.softmax_vjp(dy, y, axis))
+
+
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
 def test_a_float32_state_with_narrower_arrays(name, monkeypatch, rng):
     use(monkeypatch)

@@ -46,17 +46,15 @@ def programs():
 
 
 def is_compiled(dtype, architecture, expression):
-    """Tell whether a variant is compiled for an architecture in the short run."""
-    if "forward_wgmma" in expression:
-        # The two 16-bit types differ in the names of their instructions.
-        return architecture == "sm_90a" and (
-            dtype.name == "bfloat16" or COVERING_WGMMA in expression
-        )
-    tensor_cores = "_mma<" in expression
-    if tensor_cores and architecture == "sm_75":
+    """Tell whether a variant is compiled for an architecture: in the short run not always."""
+    hopper, tensor_cores = "forward_wgmma" in expression, "_mma<" in expression
+    if (hopper and architecture != "sm_90a") or (tensor_cores and architecture == "sm_75"):
         return False
     if os.environ.get("CUFLASH_COMPILE_ALL"):
         return True
+    if hopper:
+        # The two 16-bit types differ in the names of their instructions.
+        return dtype.name == "bfloat16" or COVERING_WGMMA in expression
     home = architecture == HOME[dtype.name]
     if tensor_cores:
         # Seconds each: the two 16-bit types differ by one instruction.
@@ -102,6 +100,17 @@ def test_compiles_without_spills(program, reports):
         assert max(report.spill_stores, report.spill_loads) <= allowed, report
         # What is in registers is all that a thread has: no array of scores of its own.
         assert report.stack <= 2 * allowed, report
+
+
+def test_the_long_run_leaves_no_variant_out(monkeypatch):
+    monkeypatch.setenv("CUFLASH_COMPILE_ALL", "1")
+    compiled = {(p[0], p[1], p[3]) for p in programs()}
+    needs = {"forward_wgmma": ("sm_90a",), "forward_mma": ARCHITECTURES[1:]}
+    for dtype in FLOATS:
+        for kernel in (*attention_kernels(dtype), *attention_vjp_kernels(dtype)):
+            capable = [needs[family] for family in needs if family in kernel.expression]
+            for architecture in capable[0] if capable else ARCHITECTURES:
+                assert (dtype.name, architecture, kernel.expression) in compiled
 
 
 def test_every_variant_is_compiled_once():

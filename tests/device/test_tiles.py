@@ -1,0 +1,107 @@
+"""Tiles and plans of attention and of merges refuse what no kernel can run: needs no GPU."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy", reason="plans live beside CuPy's launches")
+
+from cuflash._sources import kernel_source
+from cuflash.device.attention_plans_mma import MmaTile
+from cuflash.device.attention_plans_wgmma import WGMMA_TILES, WgmmaTile
+from cuflash.device.merge_plans import plan_merge
+from cuflash.problem import ArraySpec
+from tests.devices import H200
+
+MMA = MmaTile(2, 4, 64, 64, 64, True, 2)
+WGMMA = WgmmaTile(2, 128, 128, 2, 2, True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": 24}, "keys must be a positive multiple of 16, got 24"),
+        ({"keys": 0}, "keys must be a positive multiple of 16, got 0"),
+        ({"keys": 144}, r"keys must lie in 1\.\.128, got 144"),
+        ({"features": 40}, "features must be a positive multiple of 16, got 40"),
+        ({"values": 8}, "values must be a positive multiple of 16, got 8"),
+        ({"row_tiles": 0}, "row_tiles must be positive, got 0"),
+        ({"warps": 0}, r"warps must lie in 1\.\.32, got 0"),
+        ({"warps": 33}, r"warps must lie in 1\.\.32, got 33"),
+        ({"blocks": 0}, "blocks must be positive, got 0"),
+        ({"warps": 3}, "3 warps copy 12 rows of features at a time"),
+        ({"keys": 16, "warps": 8}, "that divides 16 keys"),
+        ({"warps": 16, "features": 16, "values": 256}, "rows of features at a time"),
+        ({"features": 32, "values": 192, "keys": 32}, "results of 128 queries and 192 values"),
+    ],
+)
+def test_an_mma_tile_that_cannot_be_compiled_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(MMA, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"groups": 1}, r"groups must lie in 2\.\.4, got 1"),
+        ({"groups": 5}, r"groups must lie in 2\.\.4, got 5"),
+        ({"width": 96}, r"width must be one of \[64, 128, 256\], got 96"),
+        ({"width": 192}, "width must be one of"),
+        ({"keys": 120}, r"keys must be one of \[128\] at width 128, got 120"),
+        ({"keys": 128, "width": 256}, r"keys must be one of \[80\] at width 256, got 128"),
+        ({"stages": 0}, "stages must be positive, got 0"),
+        ({"query_stages": 0}, "query_stages must be positive, got 0"),
+        ({"stages": 3}, "a block needs .* bytes of shared memory; there are 232448"),
+    ],
+)
+def test_a_wgmma_tile_that_cannot_run_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(WGMMA, **change)
+
+
+def test_every_product_of_the_kernel_has_a_tile_that_may_take_it():
+    text = kernel_source("lib/ptx_wgmma.cuh")
+    products = re.findall(r"^CUFLASH_HELD_PRODUCTS\((\d+), \d+, (\d+),", text, re.MULTILINE)
+    there = {(int(width), 16 * int(steps)) for width, steps in products}
+    small, taken = replace(WGMMA, stages=1, query_stages=1, staged=False), set()
+    for width in range(16, 257, 16):
+        for keys in range(16, 257, 16):
+            try:
+                taken.add((width, replace(small, width=width, keys=keys).keys))
+            except ValueError:
+                continue
+    assert taken == there
+    assert {(choice.tile.width, choice.tile.keys) for choice in WGMMA_TILES} <= taken
+
+
+def specs(count):
+    """Return (out, lse) of a result and its parts."""
+    out, lse = (np.broadcast_to(np.float32(0), shape) for shape in ((3, 5, 8), (3, 5)))
+    return [(ArraySpec.of(out), ArraySpec.of(lse))] * count
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_merges_are_planned(count):
+    result, *parts = specs(count + 1)
+    plan = plan_merge(result, tuple(parts), H200)
+    assert len(plan.itemsizes) == 2 + 2 * count
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: {"itemsizes": plan.itemsizes[:3]}, "1 to 8 parts are merged, not 0.5"),
+        (lambda plan: {"itemsizes": plan.itemsizes[:2]}, "1 to 8 parts are merged, not 0"),
+        (lambda plan: {"itemsizes": (4,) * 20}, "1 to 8 parts are merged, not 9"),
+        (lambda plan: {"itemsizes": plan.itemsizes[:4]}, "4 arrays with strides of 6"),
+        (lambda plan: {"launch": plan.launch._replace(block=48)}, "by whole warps"),
+        (lambda plan: {"launch": plan.launch._replace(grid=0)}, "by whole warps"),
+    ],
+)
+def test_a_merge_of_other_arrays_is_refused(change, message):
+    result, *parts = specs(3)
+    plan = plan_merge(result, tuple(parts), H200)
+    with pytest.raises(ValueError, match=message):
+        replace(plan, **change(plan))
