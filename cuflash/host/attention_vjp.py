@@ -276,6 +276,8 @@ class _Block:
         if "dsinks" in targets:
             of_rows = -np.exp(block.sinks[..., None].astype(dtype) - lse) * delta
             of_rows[lse == np.inf] = 0  # there is no logit, nor a sink
+            absent = np.broadcast_to(block.sinks[..., None] == -np.inf, of_rows.shape)
+            of_rows[absent] = 0  # whatever the row holds
             _add(targets["dsinks"], of_rows.sum(axis=-1))
 
         finite_q = bool(np.isfinite(q).all())

@@ -339,7 +339,9 @@ def attention_vjp(
 
     bias, sinks = options.get("bias"), options.get("sinks")
     p_sink = np.where(s.sink == -np.inf, 0, np.exp(s.sink - lse))
-    dsink = np.where(has_logit, p_sink * (dlse - delta), 0).sum(axis=(-2, -1))
+    # A sink of -inf is no sink, whatever the row holds.
+    counts = has_logit & (s.sink != -np.inf)
+    dsink = np.where(counts, p_sink * (dlse - delta), 0).sum(axis=(-2, -1))
     return ReferenceGrads(
         dq=narrow(sum_to(dq, q.shape)),
         dk=narrow(sum_heads(dk, s.k.shape, own_k.shape)),

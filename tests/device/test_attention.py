@@ -398,11 +398,11 @@ def test_results_lie_where_the_operands_do():
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_equal_weights_of_many_keys(dtype):
     """Terms that are all alike, added one by one, would err in one direction: like their number."""
-    q, k = np.ones((40, 64), dtype), np.ones((65536, 64), dtype)
-    v = np.full((65536, 64), 1.1, dtype)
+    q, k = np.ones((40, 64), dtype), np.ones((16384, 64), dtype)
+    v = np.full((16384, 64), 1.1, dtype)
     out, lse = attend("simt", num_splits=1)(q, k, v, return_lse=True)
     assert_attention_close(out, lse, expect_attention(q, k, v))
-    assert np.abs(out / v[0] - 1).max() < 2e-5 * np.finfo(dtype).eps / np.finfo(np.float32).eps
+    assert np.abs(out / v[0] - 1).max() < 1e-5 * np.finfo(dtype).eps / np.finfo(np.float32).eps
 
 
 @pytest.mark.parametrize("method", ["simt", "mma"])
