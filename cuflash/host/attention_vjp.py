@@ -267,7 +267,7 @@ class _Block:
         plan, problem, block = self.plan, self.problem, self.operands
         dtype, targets = plan.dtype, self.targets
         visible = Visible.of(problem, block, rows)
-        dout, lse, delta = self._row_terms(rows, visible)
+        dout, lse, delta, weightless = self._row_terms(rows, visible)
         q = fixed_layout(block.q[..., rows, :], dtype)
         if plan.query_scale is not None:
             q = q * plan.query_scale
@@ -306,6 +306,8 @@ class _Block:
             ds *= p
             if hidden is not None:
                 np.copyto(ds, 0, where=hidden)
+            if weightless is not None:
+                np.copyto(ds, 0, where=weightless[..., None])
             if "dbias" in targets:
                 target = targets["dbias"]
                 own_rows = rows if target.shape[-2] != 1 else slice(None)
@@ -328,13 +330,15 @@ class _Block:
 
     def _row_terms(
         self, rows: slice, visible: Visible | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """Return dout, lse and delta = rowsum(dout * out) - dlse of the rows.
 
-        An lse of -inf becomes inf: exp(s - lse) is then 0. Rows past their length count nothing.
+        An lse of -inf becomes inf: exp(s - lse) is then 0. Such rows, the last of what is returned
+        unless there is none, and rows past their length count nothing.
         """
         dtype, block = self.plan.dtype, self.operands
         lse = self.results.lse[..., rows].astype(dtype)
+        weightless = lse == -np.inf
         lse = np.where(np.isinf(lse), np.where(lse < 0, -lse, np.nan), lse)
         dout = np.array(self.results.dout[..., rows, :], dtype, order="C")
         delta = np.multiply(dout, self.results.out[..., rows, :], dtype=dtype).sum(axis=-1)
@@ -346,7 +350,10 @@ class _Block:
             past = row_numbers(rows)[:, 0] >= block.query_lengths[..., None]
             past = np.broadcast_to(past, lse.shape)
             lse[past], dout[past], delta[past] = np.inf, 0, 0
-        return dout, lse, delta
+        if not weightless.any():
+            return dout, lse, delta, None
+        dout[weightless], delta[weightless] = 0, 0
+        return dout, lse, delta, weightless
 
     def _blind(self, rows: slice, visible: Visible | None) -> np.ndarray:
         """Tell which rows see no key: a sink may give them an lse all the same."""

@@ -325,15 +325,17 @@ def attention_vjp(
     q, own_k, own_v, dout = (widen(x, precision) for x in (q, k, v, dout))
     s = _score(q, own_k, own_v, **options)
     p, lse = _distribution(s)
-    has_logit = s.seen.any(axis=-1, keepdims=True) | (s.sink > -np.inf)
+    # A row that sees nothing but weights of 0 stays what it is: it has no part in any gradient.
+    seen = s.seen & (lse != -np.inf)
+    has_logit = seen.any(axis=-1, keepdims=True) | (s.sink > -np.inf)
     dlse = widen(0 if dlse is None else dlse, precision)[..., None]
 
-    dp = np.where(s.seen, dout @ s.v.swapaxes(-1, -2), 0)
-    delta = np.sum(np.where(s.seen, p * dp, 0), axis=-1, keepdims=True)
-    ds = np.where(s.seen, p * (dp - delta + dlse), 0)
-    ddot = np.where(s.seen, ds * s.gain, 0)
-    seen_by = s.seen.swapaxes(-1, -2)
-    dq = _contract(ddot, s.seen, s.k)
+    dp = np.where(seen, dout @ s.v.swapaxes(-1, -2), 0)
+    delta = np.sum(np.where(seen, p * dp, 0), axis=-1, keepdims=True)
+    ds = np.where(seen, p * (dp - delta + dlse), 0)
+    ddot = np.where(seen, ds * s.gain, 0)
+    seen_by = seen.swapaxes(-1, -2)
+    dq = _contract(ddot, seen, s.k)
     dk = _contract(ddot.swapaxes(-1, -2), seen_by, q)
     dv = _contract(p.swapaxes(-1, -2), seen_by, dout)
 

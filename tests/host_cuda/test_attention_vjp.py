@@ -181,6 +181,18 @@ def test_more_batch_axes_than_a_block_has_room_for(monkeypatch):
     gradients(few, few, normal(3, 1, 2))
 
 
+def test_a_row_of_weights_that_are_all_zero_has_gradient_zero(monkeypatch):
+    """Keys under a bias of -inf are seen; dout of the row is not, NaN as it may be."""
+    use(monkeypatch)
+    q, k, v = (normal(seed, 3, 4) for seed in range(3))
+    bias, dout = np.zeros((3, 3), np.float32), normal(3, 3, 4)
+    bias[1], dout[1] = -np.inf, np.nan
+    out, lse = cuflash.flash_attention(q, k, v, bias=bias, return_lse=True)
+    grads = cuflash.flash_attention_vjp(dout, q, k, v, out, lse, bias=bias)
+    assert_gradients_close(grads, expect_gradients(dout, q, k, v, bias=bias))
+    assert not grads.dq[1].any()
+
+
 def test_16_bits_do_not_round_what_launches_add(monkeypatch):
     """dv of as many equal terms as bfloat16 cannot count, 256 in each launch."""
     use(monkeypatch)
