@@ -38,7 +38,7 @@ run: $(RUN_STAMP)
 	$(RUN_VENV)/bin/python -m cuflash demo $(ARGS)
 
 test: lint
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 lint: $(TEST_STAMP)
 	$(VENV)/bin/ruff check
