@@ -27,9 +27,9 @@ HOME = {"float64": "sm_90a", "float32": "sm_90a", "float16": "sm_80", "bfloat16"
 COVERING_DTYPES = ("float64", "bfloat16")
 COVERING_WGMMA = "PlainScore<float>, cuflash::WgmmaTile<2, 128, 64,"
 COVERING_MMA_TILES = ("MmaTile<2, 4, 64, 64, 64,", "DecodeTile<4, 16, 128, 128, 3,")
-#: ptxas fills 255 registers, and for 16-bit inputs, converted as they are loaded, 2 words more; on
-#: tensor cores no tile may spill, whatever the options.
-MOST_SPILLED = {"float64": 0, "float32": 0, "float16": 8, "bfloat16": 8}
+#: ptxas fills 255 registers, and for 16-bit inputs, converted as they are loaded, up to 5 words more
+#: beside the sums of a tile; on tensor cores no tile may spill, whatever the options.
+MOST_SPILLED = {"float64": 0, "float32": 0, "float16": 20, "bfloat16": 20}
 #: What spills on Hopper are the producer's warps, once a tile, and with 256 columns of out a few
 #: words on their way out: none of it is in the loop over the keys. Four warpgroups spill there too,
 #: the sums that a step needs only if it starts over, and are faster than two all the same.
@@ -105,7 +105,7 @@ def test_compiles_without_spills(program, reports):
 def test_the_long_run_leaves_no_variant_out(monkeypatch):
     monkeypatch.setenv("CUFLASH_COMPILE_ALL", "1")
     compiled = {(p[0], p[1], p[3]) for p in programs()}
-    needs = {"forward_wgmma": ("sm_90a",), "forward_mma": ARCHITECTURES[1:]}
+    needs = {"forward_wgmma": ("sm_90a",), "_mma<": ARCHITECTURES[1:]}
     for dtype in FLOATS:
         for kernel in (*attention_kernels(dtype), *attention_vjp_kernels(dtype)):
             capable = [needs[family] for family in needs if family in kernel.expression]
