@@ -144,5 +144,5 @@ start = time.process_time()
 import cuflash
 print(time.process_time() - start)
 """
-    # The fastest of several runs, and time of this process alone: what else the machine does varies.
+    # The fastest of several runs, in time of the process: what else the machine does varies.
     assert min(float(run_python(code)) for _ in range(5)) < 0.2

@@ -27,8 +27,8 @@ HOME = {"float64": "sm_90a", "float32": "sm_90a", "float16": "sm_80", "bfloat16"
 COVERING_DTYPES = ("float64", "bfloat16")
 COVERING_WGMMA = "PlainScore<float>, cuflash::WgmmaTile<2, 128, 64,"
 COVERING_MMA_TILES = ("MmaTile<2, 4, 64, 64, 64,", "DecodeTile<4, 16, 128, 128, 3,")
-#: ptxas fills 255 registers, and for 16-bit inputs, converted as they are loaded, up to 5 words more
-#: beside the sums of a tile; on tensor cores no tile may spill, whatever the options.
+#: ptxas fills 255 registers, and for 16-bit inputs, converted as they are loaded, up to 5 words
+#: more beside the sums of a tile; on tensor cores no tile may spill, whatever the options.
 MOST_SPILLED = {"float64": 0, "float32": 0, "float16": 20, "bfloat16": 20}
 #: What spills on Hopper are the producer's warps, once a tile, and with 256 columns of out a few
 #: words on their way out: none of it is in the loop over the keys. Four warpgroups spill there too,

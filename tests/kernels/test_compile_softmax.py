@@ -55,8 +55,8 @@ COVERING = (
 )
 
 
-#: Most bytes that a thread spills, by source, dtype and architecture. Columns of softmax in float16:
-#: 128 bytes a lane and 64 registers, of which bfloat16, whose widening is a shift, needs fewer.
+#: Most bytes that a thread spills, by source, dtype and architecture. Columns of softmax in
+#: float16: 128 bytes a lane and 64 registers, of which bfloat16, widened by a shift, needs fewer.
 MOST_SPILLED = {("softmax/columns.cu", "float16", "sm_90a"): 112}
 
 
