@@ -181,6 +181,38 @@ def test_more_batch_axes_than_a_block_has_room_for(monkeypatch):
     gradients(few, few, normal(3, 1, 2))
 
 
+def low_logits(dtype):
+    """Every logit is near -17000, and that of key 0 outweighs the others."""
+    q, k = np.ones((1, 128)), np.full((64, 128), -1600.0)
+    k[0] = -1536
+    return (*(x.astype(dtype) for x in (q, k)), normal(2, 64, 128, dtype=dtype)), {}
+
+
+FORWARD_CASES = {
+    "09: no keys": ((normal(0, 2, 4, 8), normal(1, 2, 0, 8), normal(2, 2, 0, 8)), {}),
+    "13: float16": low_logits(np.float16),
+    "13: bfloat16": low_logits(BFLOAT16),
+    "13: float32": low_logits(np.float32),
+    "ALiBi, the last query alone": (
+        (normal(0, 2, 4, 1, 16), normal(1, 2, 4, 33, 16), normal(2, 2, 4, 33, 16)),
+        {"alibi_slopes": np.float32([1 / 2, 1 / 4, 1 / 8, 1 / 16]), "causal": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("where", ["kernels", "NumPy"])
+@pytest.mark.parametrize("name", FORWARD_CASES)
+def test_what_broke_forwards_elsewhere(name, where, monkeypatch):
+    """Cases that speak of the forward alone, in gradients."""
+    operands, options = FORWARD_CASES[name]
+    if where == "kernels":
+        use(monkeypatch)
+    out, lse = cuflash.flash_attention(*operands, return_lse=True, **options)
+    dout = normal(3, *out.shape).astype(out.dtype)
+    grads = cuflash.flash_attention_vjp(dout, *operands, out, lse, **options)
+    assert_gradients_close(grads, expect_gradients(dout, *operands, **options))
+
+
 def test_a_row_of_weights_that_are_all_zero_has_gradient_zero(monkeypatch):
     """Keys under a bias of -inf are seen; dout of the row is not, NaN as it may be."""
     use(monkeypatch)
