@@ -1,9 +1,10 @@
-"""Attention forward on a GPU: each kernel family, PyTorch's backends, and cuBLAS's matmul.
+"""Attention on a GPU: each kernel family, PyTorch's backends, and cuBLAS's matmul.
 
 ``python -m benchmarks.attention`` measures float32 and float64, full and causal, in about a minute;
-``--table forward16`` the 24 bfloat16 rows with B * T = 16384 tokens and H * D = 2048 in about three
-minutes, or those of them that ``--rows`` names; ``--table decode`` one query a head against long
-keys. ``--quick`` takes under 30 seconds. Each writes
+``--table wide_vjp`` their gradients. ``--table forward16`` takes the 24 bfloat16 rows with B * T =
+16384 tokens and H * D = 2048 in about three minutes, ``--table backward16`` their gradients,
+``--table decode`` one query a head against long keys; ``--rows`` names some rows of a table.
+``--quick`` takes under 30 seconds. Each writes
 ``benchmarks/results/<gpu>/attention_<table>.csv`` after every problem.
 
 A row holds one method's rate against one peer. With the matmul as the peer, *speedup* is the share
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ class Table:
     shapes: Sequence[Any]
     peers: Sequence[peers.Peer]
     target: Callable[[Any, rows.Row], tuple[float, bool] | None]
+    backward: bool = False
 
 
 def has_wide_target(shape: AttentionShape) -> bool:
@@ -57,15 +59,26 @@ def wide_target(shape: AttentionShape, row: rows.Row) -> tuple[float, bool] | No
     return wanted, row["rate"] >= wanted
 
 
+def wide_vjp_target(shape: AttentionShape, row: rows.Row) -> tuple[float, bool] | None:
+    """Plain CUDA has a least rate in gradients, too."""
+    if row["peer"] != MATMUL or shape.causal:
+        return None
+    wanted = problems.WIDE_VJP_TARGETS[shape.dtype]
+    return wanted, row["rate"] >= wanted
+
+
 CUDNN = "torch SDPA cuDNN"
 _FORWARD16 = {t.shape: t.over_cudnn for t in problems.ATTENTION_TARGETS if not t.backward}
+_BACKWARD16 = {t.shape: t.over_cudnn for t in problems.ATTENTION_TARGETS if t.backward}
 
 
-def forward16_target(shape: AttentionShape, row: rows.Row) -> tuple[float, bool] | None:
+def over_cudnn(
+    targets: Mapping[AttentionShape, float], shape: AttentionShape, row: rows.Row
+) -> tuple[float, bool] | None:
     """16-bit rows are held against the best peer known, by way of cuDNN."""
     if row["peer"] != CUDNN:
         return None
-    wanted = _FORWARD16[shape]
+    wanted = targets[shape]
     return wanted, problems.meets(row["speedup"], wanted)
 
 
@@ -82,15 +95,30 @@ def is_large(shape: Decode) -> bool:
     return shape.bytes >= problems.DECODE_SHARE_BYTES
 
 
-def torch_backends(*names: str) -> list[peers.Peer]:
+def torch_backends(*names: str, backward: bool = False) -> list[peers.Peer]:
     """Return PyTorch's backends of these names."""
     wanted = {f"torch SDPA {name}" for name in names}
-    return [peer for peer in peers.DEVICE_ATTENTION if peer.name in wanted]
+    every = peers.DEVICE_ATTENTION_VJP if backward else peers.DEVICE_ATTENTION
+    return [peer for peer in every if peer.name in wanted]
 
 
 TABLES = {
     "wide": Table(problems.WIDE_ATTENTION, torch_backends("efficient", "math"), wide_target),
-    "forward16": Table(tuple(_FORWARD16), torch_backends("cuDNN", "flash"), forward16_target),
+    "wide_vjp": Table(
+        problems.WIDE_ATTENTION,
+        torch_backends("efficient", "math", backward=True),
+        wide_vjp_target,
+        backward=True,
+    ),
+    "forward16": Table(
+        tuple(_FORWARD16), torch_backends("cuDNN", "flash"), partial(over_cudnn, _FORWARD16)
+    ),
+    "backward16": Table(
+        tuple(_BACKWARD16),
+        torch_backends("cuDNN", "flash", backward=True),
+        partial(over_cudnn, _BACKWARD16),
+        backward=True,
+    ),
     "decode": Table(problems.DECODE, peers.DEVICE_DECODE, decode_target),
 }
 
@@ -104,13 +132,19 @@ def measure(
     window: float = 0.06,
 ) -> list[rows.Row]:
     """Measure one problem by every method; the first one is held against the peers."""
-    inputs = device.attention_inputs(shape, SETS)
-    ours = {method: calls for method in methods if (calls := attention_by(method, shape, inputs))}
+    draw, bind = (
+        (device.attention_vjp_inputs, vjp_of)
+        if table.backward
+        else (device.attention_inputs, attention_of)
+    )
+    inputs = draw(shape, SETS)
+    ours = {method: calls for method in methods if (calls := by(method, bind, shape, inputs))}
     theirs = peers.willing(table.peers, inputs, causal=shape.causal)
     competitors = {MATMUL: [device.matmul(shape.dtype)], **ours, **theirs}
     result = timing.compare(competitors, clock=device.clock(), rounds=rounds, window=window)
 
-    work = {name: problems.attention_flops(shape) / 1e12 for name in competitors}
+    flops = problems.attention_flops(shape, backward=table.backward)
+    work = dict.fromkeys(competitors, flops / 1e12)
     work[MATMUL] = device.MATMUL_FLOPS / 1e12
     pairs = [(name, MATMUL) for name in competitors]
     pairs += [(name, peer) for name in list(ours)[:1] for peer in theirs]
@@ -182,13 +216,27 @@ def decode_by(method: str, inputs: Sequence[tuple[Any, ...]]) -> list[Callable[[
     return calls
 
 
-def attention_by(
-    method: str, shape: AttentionShape, inputs: Sequence[tuple[Any, ...]]
+def attention_of(method: str, shape: AttentionShape, arrays: tuple[Any, ...]) -> Callable[[], Any]:
+    """Return this library's call for q, k, v."""
+    return partial(cuflash.flash_attention, *arrays, causal=shape.causal, method=method)
+
+
+def vjp_of(method: str, shape: AttentionShape, arrays: tuple[Any, ...]) -> Callable[[], Any]:
+    """Return this library's call for the gradients of dout, q, k, v: the backward alone."""
+    dout, *inputs = arrays
+    out, lse = cuflash.flash_attention(*inputs, causal=shape.causal, return_lse=True)
+    options = {"causal": shape.causal, "method": method}
+    return partial(cuflash.flash_attention_vjp, dout, *inputs, out, lse, **options)
+
+
+def by(
+    method: str,
+    bind: Callable[[str, AttentionShape, tuple[Any, ...]], Callable[[], Any]],
+    shape: AttentionShape,
+    inputs: Sequence[tuple[Any, ...]],
 ) -> list[Callable[[], Any]]:
     """Return this library's calls; none if the method cannot run the problem here."""
-    calls = [
-        lambda x=x: cuflash.flash_attention(*x, causal=shape.causal, method=method) for x in inputs
-    ]
+    calls = [bind(method, shape, arrays) for arrays in inputs]
     try:
         calls[0]()
     except ValueError as error:
@@ -214,7 +262,8 @@ def report(
         else:
             found = measure(TABLES[name], shape, methods)
             causal = ", causal" if shape.causal else ""
-            title = f"Attention, {shape.dtype}, D = {shape.d}{causal}"
+            subject = "Gradients" if TABLES[name].backward else "Attention"
+            title = f"{subject}, {shape.dtype}, D = {shape.d}{causal}"
         record.add(f"{title}, T = {shape.tokens}", found)
         peers.forget()
         done += 1

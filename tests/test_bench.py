@@ -383,14 +383,41 @@ def test_attention_benchmark() -> None:
     assert pairs["NumPy formula", "matmul"]["target"] == ""
 
 
-def test_sixteen_bit_rows_are_held_against_cudnn() -> None:
-    table = benchmarks.attention.TABLES["forward16"]
-    shape = next(x for x in table.shapes if (x.d, x.tokens, x.causal) == (64, 8192, False))
+@pytest.mark.usefixtures("numpy_device")
+def test_gradients_benchmark() -> None:
+    """The backward alone, by 2.5 times the operations; peers get dout, too."""
+    seen = []
+
+    def stand_in(*arrays: np.ndarray, causal: bool) -> peers.Call:
+        seen.append([x.shape for x in arrays])
+        return lambda: arrays[0].copy()
+
+    shape = AttentionShape(1, 2, 8, 16, dtype="float64")
+    table = benchmarks.attention.Table(
+        [shape],
+        [peers.Peer("stand-in", "numpy", stand_in)],
+        benchmarks.attention.wide_vjp_target,
+        backward=True,
+    )
+    found = benchmarks.attention.measure(table, shape, ["auto", "simt"], rounds=2, window=1e-4)
+    assert seen == [[(1, 2, 8, 16)] * 4] * benchmarks.attention.SETS
+    pairs = {(row["method"], row["peer"]): row for row in found}
+    assert {name for name, _ in pairs} == {"matmul", "auto", "stand-in"}
+    row = pairs["auto", "matmul"]
+    assert row["rate"] == pytest.approx(10 * 2 * 8**2 * 16 / row["ms"] / 1e9)
+    assert (row["target"], row["met"]) == (4.0, False)
+    assert pairs["auto", "stand-in"]["target"] == pairs["stand-in", "matmul"]["target"] == ""
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("forward16", 1.11), ("backward16", 1.19)])
+def test_sixteen_bit_rows_are_held_against_cudnn(name: str, wanted: float) -> None:
+    table = benchmarks.attention.TABLES[name]
+    shape = next(x for x in table.shapes if (x.d, x.tokens, x.causal) == (64, 8192, True))
     assert len(table.shapes) == 24
     assert [peer.name for peer in table.peers] == ["torch SDPA cuDNN", "torch SDPA flash"]
-    row = {"peer": "torch SDPA cuDNN", "speedup": 1.13}
-    assert table.target(shape, row) == (1.14, True)
-    assert table.target(shape, {**row, "speedup": 1.12}) == (1.14, False)
+    row = {"peer": "torch SDPA cuDNN", "speedup": wanted - 0.01}
+    assert table.target(shape, row) == (wanted, True)
+    assert table.target(shape, {**row, "speedup": wanted - 0.02}) == (wanted, False)
     assert table.target(shape, {**row, "peer": "matmul"}) is None
 
 

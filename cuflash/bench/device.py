@@ -78,6 +78,12 @@ def attention_inputs(shape: AttentionShape, sets: int) -> list[tuple[Any, ...]]:
     return [tuple(normal(size, shape.dtype, seed)) for seed in range(sets)]
 
 
+def attention_vjp_inputs(shape: AttentionShape, sets: int) -> list[tuple[Any, ...]]:
+    """Return sets of normal random dout, q, k, v on the current device."""
+    size = (4, shape.batch, shape.heads, shape.tokens, shape.d)
+    return [tuple(normal(size, shape.dtype, seed)) for seed in range(sets)]
+
+
 def decode_inputs(shape: Decode, sets: int) -> list[tuple[Any, ...]]:
     """Return sets of normal random q, k, v of a decoding step, to be used in rotation."""
     q = (shape.batch, shape.heads, 1, shape.d)
