@@ -412,7 +412,8 @@ def _online(
     if block.sinks is not None and tiles[0] == 0:  # a logit before all keys that has no value
         sinks = np.broadcast_to(block.sinks[..., None], shape).astype(dtype)
         target[...] = 0
-        state = _State(sinks, (sinks != -np.inf).astype(dtype), target)
+        counts = 1 + (sinks - sinks)  # NaN of NaN and +inf, even if no key follows
+        state = _State(sinks, np.where(sinks == -np.inf, 0, counts), target)
 
     for tile in range(*tiles):
         first = tile * plan.keys

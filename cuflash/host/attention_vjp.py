@@ -280,7 +280,9 @@ class _Block:
             of_rows[absent] = 0  # whatever the row holds
             _add(targets["dsinks"], of_rows.sum(axis=-1))
 
-        finite_q = bool(np.isfinite(q).all())
+        # What the query of a row without weights holds reaches nothing.
+        reaching = q if weightless is None else np.where(weightless[..., None], 0, q)
+        finite_q = bool(np.isfinite(reaching).all())
         finite_dout = bool(np.isfinite(dout).all())
         dq = np.zeros((*lse.shape, problem.d), dtype)
         for first in range(0, problem.tk, plan.keys):
@@ -318,7 +320,8 @@ class _Block:
                 if hidden is not None:
                     np.copyto(ds, 0, where=hidden)
             if "dk" in targets:
-                dk = self._product(self.scratch.keys, ds.swapaxes(-1, -2), q, seen_by, finite_q)
+                ds_by_key = ds.swapaxes(-1, -2)
+                dk = self._product(self.scratch.keys, ds_by_key, reaching, seen_by, finite_q)
                 if plan.query_scale is None:
                     dk *= plan.score_scale
                 _add(targets["dk"][..., keys, :], dk)
@@ -326,6 +329,8 @@ class _Block:
                 dq += self._product(None, ds, k, seen, self.finite_keys)
         if "dq" in targets:
             dq *= dtype.type(problem.scale)
+            if weightless is not None:
+                dq[weightless] = 0
             _add(targets["dq"][..., rows, :], dq)
 
     def _row_terms(

@@ -214,14 +214,17 @@ def attention(
     Returns
     -------
     out : numpy.ndarray
-        float64, batch + (Tq, Dv); 0 in rows that see no key.
+        float64, batch + (Tq, Dv); 0 in rows that see no key. NaN where a visible score or the sink
+        is NaN or +inf.
     lse : numpy.ndarray
         float64, batch + (Tq,): natural logarithm of the sum of exponentials; -inf in rows with
         neither a visible key nor a sink.
     """
     s = _score(*(widen(x, precision) for x in (q, k, v)), **options)
     p, lse = _distribution(s)
-    return narrow(_contract(p, s.seen, s.v)), narrow(lse[..., 0])
+    # Of a sink alone that is NaN or +inf no value takes a share, and yet the row has no weights.
+    out = np.where(np.isnan(lse), np.nan, _contract(p, s.seen, s.v))
+    return narrow(out), narrow(lse[..., 0])
 
 
 @ieee

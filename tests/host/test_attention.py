@@ -484,3 +484,22 @@ def test_the_mean_of_large_values_is_in_range_where_their_sum_is_not(
     sees = np.arange(30) + 1300 - 28 >= 1290
     np.testing.assert_array_equal(np.isinf(again[:28, 2]), sees[:28])
     np.testing.assert_array_equal(again[:, :2], out[:, :2])
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"key_lengths": 0}, {"mask": np.zeros((9, 5), np.bool)}], ids=str
+)
+def test_a_sink_that_is_not_finite_makes_its_rows_nan(options: dict[str, Any]) -> None:
+    """Those too that see no key, by whatever option, and no others."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((4, n, 8)) for n in (9, 5, 5))
+    options = {**options, "sinks": np.array([0.5, np.inf, np.nan, -np.inf])}
+    out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    poisoned = np.array([False, True, True, False])
+    np.testing.assert_array_equal(
+        np.isnan(out), np.broadcast_to(poisoned[:, None, None], out.shape)
+    )
+    np.testing.assert_array_equal(np.isnan(lse), np.broadcast_to(poisoned[:, None], lse.shape))
+    expected, expected_lse = cuflash.reference.attention(q, k, v, **options)
+    np.testing.assert_allclose(out, expected, atol=1e-14)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-14)

@@ -124,6 +124,24 @@ def test_a_row_of_weights_that_are_all_zero_has_gradient_zero() -> None:
         assert np.isfinite(x).all()
 
 
+@pytest.mark.parametrize("infinite", ["q", "k"])
+def test_what_a_row_without_weights_holds_reaches_no_gradient(infinite: str) -> None:
+    """All scores of a row are -inf, by an infinite query or by infinite keys."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.abs(rng.standard_normal((4, 8))) + 1 for _ in range(4))
+    mask = np.ones((4, 4), np.bool)
+    if infinite == "q":
+        q[1] = -np.inf
+    else:
+        q[1], k[...] = -1, np.inf
+        mask[[0, 2, 3]] = False  # they would be NaN
+    grads = differentiate(dout, q, k, v, mask=mask)
+    assert grads.dq is not None
+    np.testing.assert_array_equal(grads.dq[1], 0)
+    for x in grads:
+        assert x is None or np.isfinite(x).all()
+
+
 @pytest.mark.parametrize("scale", [1e30, -1e30, 1e-30, 0.0])
 def test_scales_of_any_size(scale: float) -> None:
     q, k, v, dout = (normal(4, 3, seed=seed) for seed in range(4))
