@@ -407,6 +407,8 @@ def _imported(target: str) -> Adapter:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"cannot import {target}: {error}") from error
+    except (Exception, SystemExit) as error:  # of the module's own code
+        raise ValueError(f"cannot import {target}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove("")
     if isinstance(found, Adapter):

@@ -35,14 +35,15 @@ class Failure:
     case
         The input.
     error
-        What it raised: AssertionError of the property, or an error of the implementation.
+        What it raised: AssertionError of the property, or an error of the implementation, which
+        may be SystemExit.
     """
 
     target: str
     function: str
     name: str
     case: Any
-    error: Exception
+    error: Exception | SystemExit
 
     @property
     def message(self) -> str:
@@ -195,7 +196,7 @@ def _hold(
                 law(case)
         except NotImplementedError:
             outcome.unsupported += outcome.failure is None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             outcome.failure = Failure(target, outcome.function, outcome.name, case, error)
             raise
         else:
@@ -217,7 +218,7 @@ def _hold(
     )
     try:
         run()
-    except Exception:
+    except (Exception, SystemExit):
         # Kept above: the last that failed is the smallest. Else hypothesis itself has failed.
         if outcome.failure is None:
             raise
@@ -241,7 +242,7 @@ def _shrink_fields(adapter: Adapter, hold: Callable[[Any], None], outcome: Outco
                 case.build()
             except Exception:  # shapes that do not go together
                 continue
-            with suppress(Exception):
+            with suppress(Exception, SystemExit):
                 hold(case)
             if outcome.failure is not failure:
                 break

@@ -120,6 +120,14 @@ def test_targets_that_are_none(target, message):
         find(target)
 
 
+@pytest.mark.parametrize("code", ["1 / 0", "def f(:", "raise SystemExit(0)"])
+def test_modules_that_cannot_be_imported(code, tmp_path, monkeypatch):
+    (tmp_path / "cannot_be_imported.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot import .*: (Zero|Syntax|SystemExit)"):
+        find("cannot_be_imported:f")
+
+
 def test_the_command_line_names_them():
     """By itself: to ask the adapters would cost every command their import."""
     assert f"{', '.join(ADAPTERS)} or package.module:callable" == cli._TARGET_HELP

@@ -33,6 +33,18 @@ def breaks_at_three_keys(q, k, v):
     return attention(q, k, v)
 
 
+def has_another_fault_without_keys(q, k, v):
+    if k.shape[-2] == 0 and q.shape[-2] >= 2:
+        raise KeyError("no keys")
+    return breaks_at_three_keys(q, k, v)
+
+
+def leaves(q, k, v):
+    if q.shape[-2] >= 2:
+        sys.exit(0)
+    return attention(q, k, v)
+
+
 def refuses_bfloat16(x, axis=-1, *, out=None):
     if x.dtype.name == "bfloat16":
         raise NotImplementedError
@@ -77,6 +89,29 @@ def test_an_error_is_a_failure():
     (outcome,) = outcomes("breaks_at_three_keys", examples=100, names=["repeatable"]).values()
     assert outcome.failure.case == AttentionCase(tq=2, tk=3)
     assert outcome.failure.message == "raised IndexError: three keys"
+
+
+def test_shrinking_keeps_to_the_fault_and_counts_nothing():
+    passed_before = []
+
+    def note(outcome):
+        if outcome.failure is not None:
+            passed_before.append(outcome.passed)
+
+    target = f"{HERE}:has_another_fault_without_keys"
+    (outcome,) = list(fuzz(target, examples=100, names=["repeatable"], tick=note))
+    assert outcome.failure.message == "raised IndexError: three keys"
+    assert outcome.failure.case == AttentionCase(tq=2, tk=3)
+    assert len(passed_before) > 1
+    assert set(passed_before) == {outcome.passed}
+
+
+def test_leaving_is_a_failure(capsys):
+    arguments = ["fuzz", f"{HERE}:leaves", "--examples", "100", "--property", "repeatable"]
+    assert main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "raised SystemExit: 0" in printed
+    assert "case = AttentionCase(tq=2)" in printed
 
 
 def test_what_is_unsupported_is_counted():

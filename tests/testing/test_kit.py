@@ -104,6 +104,18 @@ def test_a_wrong_merge_is_caught():
     assert_caught(split, attention_cases)
 
 
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_dtypes_of_results_are_looked_at(name):
+    def attention(*operands, return_lse=False, **options):
+        out, lse = faulty.attention(*operands, **options, return_lse=True)
+        results = {"out": out, "lse": lse}
+        results[name] = results[name].astype(np.float64)
+        return tuple(results.values()) if return_lse else results["out"]
+
+    with pytest.raises(AssertionError, match=f"{name} has dtype float64, not float32"):
+        ATTENTION_PROPERTIES["matches_oracle"](attention, AttentionCase(tq=2, tk=3))
+
+
 @pytest.mark.parametrize("law", SOFTMAX_PROPERTIES)
 def test_right_softmax_passes(law):
     def check(case):
