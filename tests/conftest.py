@@ -35,6 +35,7 @@ def numpy_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return x.astype(problems.dtype_of(dtype))
 
     monkeypatch.setattr(device, "normal", normal)
+    monkeypatch.setattr(device, "given", np.copy)
     monkeypatch.setattr(device, "copy", lambda x: x.copy)
     monkeypatch.setattr(device, "matmul", lambda dtype: np.ones(16).sum)
     monkeypatch.setattr(device, "scratch", lambda nbytes: np.empty(nbytes, np.uint8))

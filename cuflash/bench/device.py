@@ -94,6 +94,13 @@ def decode_inputs(shape: Decode, sets: int) -> list[tuple[Any, ...]]:
     ]
 
 
+def given(x: np.ndarray) -> Any:
+    """Return a copy of an array on the current device."""
+    import cupy
+
+    return cupy.asarray(x)
+
+
 def scratch(nbytes: int) -> Any:
     """Return uninitialised bytes on the current device."""
     import cupy
