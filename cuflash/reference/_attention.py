@@ -330,7 +330,6 @@ def attention_vjp(
     p, lse = _distribution(s)
     # A row that sees nothing but weights of 0 stays what it is: it has no part in any gradient.
     seen = s.seen & (lse != -np.inf)
-    has_logit = seen.any(axis=-1, keepdims=True) | (s.sink > -np.inf)
     dlse = widen(0 if dlse is None else dlse, precision)[..., None]
 
     dp = np.where(seen, dout @ s.v.swapaxes(-1, -2), 0)
@@ -343,10 +342,9 @@ def attention_vjp(
     dv = _contract(p.swapaxes(-1, -2), seen_by, dout)
 
     bias, sinks = options.get("bias"), options.get("sinks")
-    p_sink = np.where(s.sink == -np.inf, 0, np.exp(s.sink - lse))
     # A sink of -inf is no sink, whatever the row holds.
-    counts = has_logit & (s.sink != -np.inf)
-    dsink = np.where(counts, p_sink * (dlse - delta), 0).sum(axis=(-2, -1))
+    of_rows = np.where(s.sink == -np.inf, 0, np.exp(s.sink - lse) * (dlse - delta))
+    dsink = of_rows.sum(axis=(-2, -1))
     return ReferenceGrads(
         dq=narrow(sum_to(dq, q.shape)),
         dk=narrow(sum_heads(dk, s.k.shape, own_k.shape)),

@@ -503,3 +503,10 @@ def test_a_sink_that_is_not_finite_makes_its_rows_nan(options: dict[str, Any]) -
     expected, expected_lse = cuflash.reference.attention(q, k, v, **options)
     np.testing.assert_allclose(out, expected, atol=1e-14)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-14)
+    dout = rng.standard_normal(out.shape)
+    grads = cuflash.flash_attention_vjp(dout, q, k, v, out, lse, **options)
+    expected_grads = cuflash.reference.attention_vjp(dout, q, k, v, **options)
+    for name in ("dq", "dk", "dv", "dsinks"):
+        np.testing.assert_allclose(
+            getattr(grads, name), getattr(expected_grads, name), atol=1e-13, err_msg=name
+        )
