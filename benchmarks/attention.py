@@ -132,13 +132,9 @@ def measure(
     window: float = 0.06,
 ) -> list[rows.Row]:
     """Measure one problem by every method; the first one is held against the peers."""
-    draw, bind = (
-        (device.attention_vjp_inputs, vjp_of)
-        if table.backward
-        else (device.attention_inputs, attention_of)
-    )
-    inputs = draw(shape, SETS)
-    ours = {method: calls for method in methods if (calls := by(method, bind, shape, inputs))}
+    inputs = device.attention_inputs(shape, SETS, backward=table.backward)
+    bind = vjp_of if table.backward else attention_of
+    ours = {name: calls for name in methods if (calls := calls_by(name, bind, shape, inputs))}
     theirs = peers.willing(table.peers, inputs, causal=shape.causal)
     competitors = {MATMUL: [device.matmul(shape.dtype)], **ours, **theirs}
     result = timing.compare(competitors, clock=device.clock(), rounds=rounds, window=window)
@@ -229,7 +225,7 @@ def vjp_of(method: str, shape: AttentionShape, arrays: tuple[Any, ...]) -> Calla
     return partial(cuflash.flash_attention_vjp, dout, *inputs, out, lse, **options)
 
 
-def by(
+def calls_by(
     method: str,
     bind: Callable[[str, AttentionShape, tuple[Any, ...]], Callable[[], Any]],
     shape: AttentionShape,

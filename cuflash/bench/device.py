@@ -72,15 +72,14 @@ def normal(shape: tuple[int, ...], dtype: str, seed: int) -> Any:
     return generator.standard_normal(shape, dtype=wide).astype(dtype_of(dtype), copy=False)
 
 
-def attention_inputs(shape: AttentionShape, sets: int) -> list[tuple[Any, ...]]:
-    """Return sets of normal random q, k, v on the current device, to be used in rotation."""
-    size = (3, shape.batch, shape.heads, shape.tokens, shape.d)
-    return [tuple(normal(size, shape.dtype, seed)) for seed in range(sets)]
+def attention_inputs(
+    shape: AttentionShape, sets: int, *, backward: bool = False
+) -> list[tuple[Any, ...]]:
+    """Return sets of normal random q, k, v on the current device, to be used in rotation.
 
-
-def attention_vjp_inputs(shape: AttentionShape, sets: int) -> list[tuple[Any, ...]]:
-    """Return sets of normal random dout, q, k, v on the current device."""
-    size = (4, shape.batch, shape.heads, shape.tokens, shape.d)
+    For the backward dout comes before them.
+    """
+    size = (3 + backward, shape.batch, shape.heads, shape.tokens, shape.d)
     return [tuple(normal(size, shape.dtype, seed)) for seed in range(sets)]
 
 
