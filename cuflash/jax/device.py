@@ -1,0 +1,231 @@
+"""The handler of calls on CUDA devices: plans and launches of the device engine, on XLA's stream.
+
+What takes time is done when a program is compiled (`prepare`): plans are made, kernels compiled and
+loaded, and the workspace that plans ask for becomes one more result of the call. A call itself
+fills parameter blocks and starts kernels. It allocates, synchronises and compiles nothing and does
+the same in every call, so that XLA may capture it in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, NoReturn
+
+import cupy
+import jax
+import numpy as np
+
+from .. import engine
+from .._attention import check_method
+from .._options import choose_method
+from ..device.attention import compute as attend
+from ..device.attention_plans import attention_methods
+from ..device.attention_vjp import compute as pull_back
+from ..device.clusters import fitting_clusters
+from ..device.compiler import Launch, warm
+from ..device.executor import CurrentDevice, DeviceLimits, device_limits
+from ..device.softmax import compute as compute_softmax
+from ..problem import ArraySpec, AttentionArrays, AttentionProblem, SoftmaxProblem
+from ..problem_vjp import AttentionGrads, AttentionResults, AttentionVjpProblem
+from . import ffi_abi
+from .calls import TARGET, AttentionCall, Call, NeedsCopiesError, SoftmaxCall, decode
+
+#: Parts of the workspace begin at multiples of this, as XLA's own buffers do.
+_ALIGNMENT = 256
+
+
+class Slot:
+    """Stands for the array in a buffer whose address only the call knows."""
+
+    def __init__(self, index: int, spec: ArraySpec) -> None:
+        self.index = index
+        self.shape, self.strides, self.dtype = spec
+        self.size = int(np.prod(spec.shape))
+
+    def astype(self, dtype: Any) -> NoReturn:
+        """Refuse: the copy would need memory."""
+        raise NeedsCopiesError
+
+
+class Recorder:
+    """An executor that starts nothing: it notes what is to be started.
+
+    What plans allocate lies in the workspace, of `capacity` bytes, one after the other.
+    """
+
+    def __init__(
+        self, limits: DeviceLimits, addresses: Sequence[int], workspace: int, capacity: float
+    ) -> None:
+        self.limits, self.addresses = limits, list(addresses)
+        self.workspace, self.capacity, self.used = workspace, capacity, 0
+        self.launches: list[tuple[Launch, np.ndarray]] = []
+
+    def address(self, x: Slot) -> int:
+        """Return where an array lies."""
+        return self.addresses[x.index]
+
+    def allocate(self, nbytes: int) -> Slot:
+        """Take bytes of the workspace."""
+        start = -(-self.used // _ALIGNMENT) * _ALIGNMENT
+        self.used = start + nbytes
+        if self.used > self.capacity:  # as if it had been compiled for another device
+            raise RuntimeError(f"a workspace of {self.capacity} bytes is too small: {self.used}")
+        self.addresses.append(self.workspace + start)
+        return Slot(len(self.addresses) - 1, ArraySpec((nbytes,), (1,), np.dtype(np.uint8)))
+
+    def broadcast_to(self, x: Slot, shape: tuple[int, ...]) -> NoReturn:
+        """Refuse: what is broadcast is copied next."""
+        raise NeedsCopiesError
+
+    def launch(self, launch: Launch, parameters: np.ndarray) -> None:
+        """Note a launch."""
+        self.launches.append((launch, parameters))
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """The device engine as calls need it, on an executor and slots."""
+
+    executor: Any
+
+    def attention(
+        self, problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any, workspace: Any
+    ) -> None:
+        _require(attend(problem, arrays, out, lse, workspace, self.executor))
+
+    def attention_vjp(
+        self,
+        problem: AttentionVjpProblem,
+        arrays: AttentionArrays,
+        results: AttentionResults,
+        grads: AttentionGrads,
+        workspace: Any,
+    ) -> None:
+        _require(pull_back(problem, arrays, results, grads, workspace, self.executor))
+
+    def softmax(
+        self, problem: SoftmaxProblem, inputs: Sequence[Any], where: Any, outputs: Sequence[Any]
+    ) -> None:
+        compute_softmax(problem, inputs, where, outputs, self.executor)
+
+
+def _require(done: bool) -> None:
+    if not done:
+        raise ValueError("a buffer does not lie at a multiple of its elements' size")
+
+
+def prepare(call: Call) -> int:
+    """Compile and load, on every device of this process, the kernels that a call starts.
+
+    Returns
+    -------
+    int
+        Bytes of workspace, which the call takes as its last buffer.
+
+    Raises
+    ------
+    ValueError
+        The method cannot run this problem; those that can are listed.
+    NeedsCopiesError
+        See there.
+    """
+    need = 0
+    for device in jax.local_devices(backend="cuda"):
+        ordinal = device.local_hardware_id
+        with cupy.cuda.Device(ordinal):
+            rehearsal = rehearse(call, device_limits(ordinal))
+            launches = [launch for launch, _ in rehearsal.launches]
+            warm(launch.kernel for launch in launches)
+            for launch in launches:
+                if launch.staying:
+                    fitting_clusters(launch, ordinal)
+            need = max(need, rehearsal.used)
+    return need
+
+
+def rehearse(call: Call, limits: DeviceLimits) -> Recorder:
+    """Do all of a call but the launches, with addresses that nothing lies at."""
+    if isinstance(call, AttentionCall):
+        check_method(call.method, attention_methods(call.problem, limits), "device")
+    if isinstance(call, SoftmaxCall):
+        methods = engine.SOFTMAX_METHODS
+        choose_method(call.method, methods["device"], methods["host"], "on the device engine")
+    addresses = [(i + 1) * _ALIGNMENT for i in range(len(call.seen))]
+    recorder = Recorder(limits, addresses, _ALIGNMENT, math.inf)
+    getattr(_Engine(recorder), call.kind)(*_arguments(call))
+    return recorder
+
+
+def _arguments(call: Call) -> tuple[Any, ...]:
+    return call.arguments(list(map(Slot, range(len(call.seen)), call.seen)))
+
+
+class _Program(NamedTuple):
+    """A call with all that does not change from one time to the next."""
+
+    kind: str
+    arguments: tuple[Any, ...]
+    workspace: int
+
+
+@lru_cache(maxsize=1024)
+def _program(text: bytes) -> _Program:
+    call, workspace = decode(text)
+    return _Program(call.kind, _arguments(call), workspace)
+
+
+# XLA's allocator mostly gives the buffers of a program the places that they had the last time.
+@lru_cache(maxsize=1024)
+def launches_of(
+    text: bytes, addresses: tuple[int, ...], device: int
+) -> tuple[tuple[Launch, np.ndarray], ...]:
+    """Return what a call starts if its buffers, and the workspace as the last one, lie there."""
+    kind, arguments, capacity = _program(text)
+    workspace = addresses[-1] if capacity else 0
+    recorder = Recorder(device_limits(device), addresses, workspace, capacity)
+    getattr(_Engine(recorder), kind)(*arguments)
+    return tuple(recorder.launches)
+
+
+class _Stream(NamedTuple):
+    """What CuPy launches on: anything with the address of a stream."""
+
+    ptr: int
+
+
+class StreamDevice(CurrentDevice):
+    """The current device, on a stream of XLA's."""
+
+    def __init__(self, device: int, stream: int) -> None:
+        self.device, self.stream = device, _Stream(stream)
+
+
+def execute(text: bytes, addresses: list[int], frame: ffi_abi.CallFrame) -> None:
+    """Start the kernels of a call on its stream."""
+    device = current = cupy.cuda.runtime.getDevice()
+    if _device_count() > 1:
+        device = ffi_abi.device_ordinal(frame)
+        if device is None:  # an old XLA, which has made it the current one
+            device = current
+    with nullcontext() if device == current else cupy.cuda.Device(device):
+        run(text, addresses, device, ffi_abi.stream(frame))
+
+
+@cache
+def _device_count() -> int:
+    return cupy.cuda.runtime.getDeviceCount()
+
+
+def run(text: bytes, addresses: Sequence[int], device: int, stream: int) -> None:
+    """Start the kernels of a call on the current device."""
+    executor = StreamDevice(device, stream)
+    for launch, parameters in launches_of(text, tuple(addresses), device):
+        executor.launch(launch, parameters)
+
+
+handler = ffi_abi.handler(execute, ffi_abi.COMMAND_BUFFER_COMPATIBLE)
+jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="CUDA")

@@ -1,0 +1,261 @@
+"""The handler for CUDA devices on the CPU: all but the launch, with kernels run by g++'s code."""
+
+import ctypes
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash.jax import calls, ffi_abi, flash_attention, host, logsumexp, ops, softmax
+from tests.jax.xla import Xla
+
+pytest.importorskip("cupy")
+from tests.host_cuda import builder
+
+pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
+
+EMULATED = "cuflash_emulated"
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Let programs for the CPU run the handler for CUDA devices; kernels that are started."""
+    from cuflash.jax import device
+    from tests import devices
+    from tests.host_cuda.engine import HostExecutor
+
+    limits = replace(devices.H200, cluster_blocks=1, compute_capability="89")
+    executor = HostExecutor(limits=limits)
+
+    def launch(self, launch, parameters):
+        # What the handler says of device and stream is what XLA said.
+        assert (self.device, self.stream.ptr) == (0, 0x5EED)
+        executor.launch(launch, parameters)
+
+    monkeypatch.setattr(device.StreamDevice, "launch", launch)
+    monkeypatch.setattr(device, "device_limits", lambda device: limits)
+    monkeypatch.setattr(ops, "TARGET", EMULATED)
+    monkeypatch.setattr(host, "prepare", lambda call: device.rehearse(call, limits).used)
+
+    def execute(text, addresses, frame):
+        device.run(text, addresses, 0, 0x5EED)
+
+    handler = ffi_abi.handler(execute)
+    jax.ffi.register_ffi_target(EMULATED, jax.ffi.pycapsule(handler), platform="cpu")
+    jax.clear_caches()
+    ops._compiled.cache_clear()
+    device.launches_of.cache_clear()
+    yield executor.launched
+    jax.clear_caches()
+    ops._compiled.cache_clear()
+
+
+def normal(rng, *shape, dtype=np.float32):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def families(launched):
+    return [launch.kernel.expression.partition("<")[0].split("::")[-1] for launch in launched]
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "kernels"),
+    [
+        ({}, np.float32, ["forward_simt"]),
+        ({"num_splits": 2, "key_lengths": 60}, np.float32, ["forward_simt", "combine"]),
+        ({"causal": True}, jnp.bfloat16, ["forward_mma"]),
+    ],
+)
+def test_forward(launched, rng, options, dtype, kernels):
+    q, k, v = (normal(rng, 2, *shape, dtype=dtype) for shape in ((33, 8), (70, 8), (70, 6)))
+    out = jax.jit(lambda *x: flash_attention(*x, **options))(q, k, v)
+    expected = cuflash.flash_attention(*map(np.asarray, (q, k, v)), **options)
+    tolerance = 1e-2 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(out.astype(float), expected.astype(float), atol=tolerance)
+    assert families(launched) == kernels
+
+
+def test_gradients_under_vmap(launched, rng):
+    q, k, v = (normal(rng, *shape) for shape in ((5, 3, 8), (7, 3, 8), (7, 6)))
+    bias = normal(rng, 5, 7)
+
+    def total(q, k, v, bias):
+        mapped = jax.vmap(lambda q, k, bias: flash_attention(q, k, v, bias=bias), (1, 1, None))(
+            q, k, bias
+        )
+        return (mapped**2).sum()
+
+    grads = jax.jit(jax.grad(total, (0, 1, 2, 3)))(q, k, v, bias)
+    started = families(launched)
+    assert started.count("backward_bias") == started.count("forward_simt") == 1
+
+    def entry(i, q, k, v, bias):
+        return (cuflash.jax.materialized_attention(q[:, i], k[:, i], v, bias=bias) ** 2).sum()
+
+    def by_formula(*operands):
+        return sum(entry(i, *operands) for i in range(3))
+
+    expected = jax.grad(by_formula, (0, 1, 2, 3))(q, k, v, bias)
+    for x, y in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_softmax_and_its_gradient(launched, rng):
+    x = normal(rng, 3, 40)
+    where = jnp.asarray(rng.random(40) < 0.7)
+    dx = jax.jit(jax.grad(lambda x: (softmax(x, where=where) ** 2).sum()))(x)
+    expected = jax.grad(lambda x: (jax.nn.softmax(x, where=where) ** 2).sum())(x)
+    np.testing.assert_allclose(dx, expected, atol=1e-6)
+    np.testing.assert_allclose(softmax(x, method="naive").sum(-1), 1, atol=1e-6)
+    assert families(launched)[-3:] == ["naive_maximum", "naive_normalizer", "apply"]
+
+
+def test_copies_that_the_engine_would_make_are_made_by_xla(launched, rng):
+    # Kept and reduced axes in turn, which do not merge.
+    x = normal(rng, *(2,) * 12)
+    axes = tuple(range(1, 12, 2))
+    np.testing.assert_allclose(logsumexp(x, axes), jax.nn.logsumexp(x, axes), atol=1e-5)
+
+
+def test_gradients_of_16_bits_that_are_added_up_are_float32(launched):
+    # More axes to sum over than a launch has, and axes between them so that they do not merge.
+    q, k = (
+        jax.ShapeDtypeStruct((*axes, 1, 1), jnp.bfloat16) for axes in ((2,) * 17, (1, 2) * 8 + (1,))
+    )
+
+    def gradients(q, k):
+        return jax.grad(lambda k: flash_attention(q, k, k).astype(np.float32).sum())(k)
+
+    text = jax.jit(gradients).lower(q, k).as_text()
+    backward = text[text.index("attention_vjp") :]
+    assert "float32" in backward and "bfloat16" not in backward
+    assert "bfloat16" in text[: text.index("attention_vjp")]
+
+
+def test_methods_are_those_of_the_device(launched, rng):
+    q = normal(rng, 2, 3, 8)
+    for method, message in (("tiled", "cannot run this problem on the device"), ("x", "unknown")):
+        with pytest.raises(ValueError, match=message):
+            jax.jit(lambda q, method=method: flash_attention(q, q, q, method=method))(q)
+    with pytest.raises(
+        ValueError,
+        match="methods that can run this problem: 'auto', 'naive', 'fused', 'online', 'cluster'",
+    ):
+        softmax(q, method="y")
+
+
+def test_the_handler_asks_xla_for_stream_and_device(launched, rng, monkeypatch):
+    from cuflash.jax import device
+
+    monkeypatch.setattr(device.cupy.cuda.runtime, "getDevice", lambda: 0)
+    (call,) = called(lambda: flash_attention(*[jnp.zeros((4, 8), np.float32)] * 3))
+    text = calls.encode(call, 0).encode()
+    seen = []
+    # One device; several; several and an XLA that does not tell which.
+    for count, size in ((1, 0), (2, 1 << 10), (2, 8)):
+        monkeypatch.setattr(device, "_device_count", lambda count=count: count)
+        xla = Xla(device=0 if count > 1 else 7)
+        xla.api.struct_size = size
+        q, k, v, out = (np.array(normal(rng, 4, 8)) for _ in range(4))
+        seen.append((q, k, v, out, np.empty(4, np.float32)))
+        frame = xla.frame(text, seen[-1][:3], seen[-1][3:])
+        for _ in range(2):  # buffers at new places, and once more at the same
+            out[...] = np.nan
+            assert device.handler(ctypes.byref(frame)) is None
+            np.testing.assert_allclose(out, cuflash.flash_attention(q, k, v), atol=1e-6)
+            q += 1
+    assert device.launches_of.cache_info().hits == device.launches_of.cache_info().misses == 3
+    refused = Xla(device=0, stream=0)
+    assert device.handler(ctypes.byref(refused.frame(text, seen[0][:3], seen[0][3:])))
+    assert "no stream" in refused.errors[0][1]
+
+
+def test_addresses_between_elements_are_refused(launched, rng):
+    from cuflash.jax import device
+
+    x = normal(rng, 4, 8)
+    (call,) = called(lambda: flash_attention(x, x, x))
+    with pytest.raises(ValueError, match="multiple of its elements' size"):
+        device.run(calls.encode(call, 0).encode(), [256, 258, 256, 256, 256], 0, 0x5EED)
+
+
+def test_a_workspace_that_is_too_small_is_refused(launched, rng):
+    from cuflash.jax import device
+
+    x = normal(rng, 70, 8)
+    (call,) = called(lambda: flash_attention(x, x, x, num_splits=2))
+    with pytest.raises(RuntimeError, match="a workspace of 99 bytes is too small"):
+        device.run(calls.encode(call, 99).encode(), [256] * 6, 0, 0x5EED)
+    assert not launched
+
+
+# -------------------------------------------------------------------------------- calls as text
+
+
+def called(function):
+    """Return the calls in a program."""
+    return [
+        equation.params["call"]
+        for equation in jax.make_jaxpr(function)().eqns
+        if equation.primitive is ops.call_p
+    ]
+
+
+def test_calls_are_read_as_they_were_written(rng):
+    q = normal(rng, 2, 3, 5, 8)
+
+    def all_kinds():
+        out, pull_back = jax.vjp(
+            lambda q: flash_attention(q, q, q, key_lengths=4, window=(2, 1), softcap=0.1), q
+        )
+        return pull_back(out), softmax(q, (0, 2), where=q > 0)
+
+    found = called(all_kinds)
+    assert {type(call) for call in found} == {
+        calls.AttentionCall,
+        calls.AttentionVjpCall,
+        calls.SoftmaxCall,
+    }
+    for call in found:
+        again, workspace = calls.decode(calls.encode(call, 123).encode())
+        assert (again, workspace) == (call, 123)
+        assert again.problem == call.problem
+
+
+def test_calls_of_another_version_are_refused(rng):
+    x = normal(rng, 2, 8)
+    (call,) = called(lambda: softmax(x))
+    _, *rest = json.loads(calls.encode(call, 0))
+    with pytest.raises(ValueError, match=r"compiled with cuflash 0\.0.*compilation cache"):
+        calls.decode(json.dumps(["0.0", *rest]).encode())
+
+
+def test_programs_of_the_cache_on_disk_run_in_another_process(tmp_path):
+    code = f"""
+import jax, numpy as np
+jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+from jax._src import monitoring
+"""
+    code += """
+from cuflash.jax import flash_attention
+x = np.eye(4, dtype=np.float32)
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
+out = jax.jit(lambda x: flash_attention(x, x, x))(x)
+print(any("cache_hits" in name for name in hits), np.asarray(out).sum())
+"""
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout.split()
+        for _ in range(2)
+    ]
+    assert printed == [["False", "4.0"], ["True", "4.0"]]
