@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.baselines import materialized_attention
+from cuflash import fused
+from cuflash.baselines import (
+    materialized_attention,
+    scores_fused_attention,
+    unfused_dropout_bias_layer_norm,
+    unfused_matmul_bias_activation,
+    unfused_softmax,
+)
 
 
 def operands(dtype: Any = np.float64, seed: int = 0) -> dict[str, np.ndarray]:
@@ -38,9 +45,10 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("attend", [materialized_attention, scores_fused_attention])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_it_is_the_formula(options: dict[str, Any]) -> None:
-    out, lse = materialized_attention(**operands(), **options, return_lse=True)
+def test_it_is_the_formula(options: dict[str, Any], attend: Any) -> None:
+    out, lse = attend(**operands(), **options, return_lse=True)
     expected, expected_lse = cuflash.reference.attention(**operands(), **options)
     assert (out.shape, lse.shape) == ((2, 4, 5, 3), (2, 4, 5))
     np.testing.assert_allclose(out, expected, rtol=0, atol=4e-15)
@@ -116,3 +124,52 @@ def test_arrays_of_other_libraries() -> None:
     out = materialized_attention(**x)
     assert type(out) is type(x["q"])
     np.testing.assert_array_equal(np.from_dlpack(out), materialized_attention(**operands()))
+
+
+def test_rows_that_do_not_fit_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuflash.host import baselines
+
+    x = operands(np.float32)
+    whole = scores_fused_attention(**x, causal=True, query_lengths=4, return_lse=True)
+    monkeypatch.setattr(baselines, "_SCORES", 100)
+    parts = scores_fused_attention(**x, causal=True, query_lengths=4, return_lse=True)
+    for got, expected in zip(parts, whole, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1])
+def test_unfused_softmax(axis: int) -> None:
+    x = np.random.default_rng(0).standard_normal((4, 5, 6))
+    x[1, 2] = -np.inf
+    np.testing.assert_allclose(
+        unfused_softmax(x, axis), cuflash.reference.softmax(x, axis), rtol=1e-14, atol=1e-300
+    )
+    assert unfused_softmax(np.float64(3.0)) == 1
+    with pytest.raises(TypeError, match="x has dtype int64"):
+        unfused_softmax(np.arange(3))
+    with pytest.raises(np.exceptions.AxisError):
+        unfused_softmax(x, 3)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh"])
+def test_unfused_product(activation: str | None) -> None:
+    rng = np.random.default_rng(0)
+    a, b, bias = rng.standard_normal((2, 4, 5)), rng.standard_normal((5, 3)), np.arange(3.0)
+    np.testing.assert_allclose(
+        unfused_matmul_bias_activation(a, b, bias, activation=activation),
+        fused.matmul_bias_activation(a, b, bias, activation=activation),
+        rtol=1e-13,
+    )
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1 - 2.0**-30])
+def test_unfused_layer_norm_has_the_fused_ones_mask(p: float) -> None:
+    x = np.random.default_rng(0).standard_normal((3, 4, 9))
+    vectors = np.random.default_rng(1).standard_normal((3, 9))
+    options = {"p": p, "seed": 5, "offset": 2, "eps": 1e-3}
+    np.testing.assert_allclose(
+        unfused_dropout_bias_layer_norm(x, *vectors, **options),
+        fused.dropout_bias_layer_norm(x, *vectors, **options),
+        rtol=1e-12,
+        atol=1e-13,
+    )

@@ -24,7 +24,7 @@ __all__ = ["METHODS", "Kernel", "Traffic", "largest_tokens", "scores_bytes", "tr
 
 #: The methods of each operation, the one that moves most first.
 METHODS: Mapping[str, tuple[str, ...]] = {
-    "softmax": ("naive", "online", "fused", "cluster"),
+    "softmax": ("unfused", "naive", "online", "fused", "cluster"),
     "matmul": ("single",),
     "matmul_bias_activation": ("unfused", "fused"),
     "dropout_bias_layer_norm": ("unfused", "fused"),
@@ -109,6 +109,13 @@ def _softmax(shape: tuple[int, ...], size: _Itemsize, method: str, _: int | None
     elements, rows = math.prod(shape), math.prod(shape[:-1])
     x, statistic = elements * size.element, rows * size.accumulator
     kernels = {
+        # max; exp(x - max); its sum; the division.
+        "unfused": (
+            Kernel(x, statistic, elements),
+            Kernel(x + statistic, x, 2 * elements),
+            Kernel(x, statistic, elements),
+            Kernel(x + statistic, x, elements),
+        ),
         # max; sum of exp(x - max); exp(x - max) / sum. The statistics of a row travel, too.
         "naive": (
             Kernel(x, statistic, elements),
@@ -119,7 +126,8 @@ def _softmax(shape: tuple[int, ...], size: _Itemsize, method: str, _: int | None
         "fused": (Kernel(x, x, 7 * elements),),
         "cluster": (Kernel(x, x, 7 * elements),),
     }[method]
-    return Traffic(kernels, 2 * statistic if method == "naive" else 0, 2 * x)
+    auxiliary = {"unfused": x + statistic, "naive": 2 * statistic}.get(method, 0)
+    return Traffic(kernels, auxiliary, 2 * x)
 
 
 def _matmul(shape: tuple[int, ...], size: _Itemsize, _: str, __: int | None) -> Traffic:
@@ -289,11 +297,12 @@ def traffic(
     -----
     An element is one of the array in question; e is its size in bytes.
 
-    **softmax.** naive is safe softmax in three kernels: 3 reads and 1 write an element [1]_
-    (algorithm 2), and the statistics of each row. online merges maximum and sum into one pass: 2
-    reads and 1 write (algorithm 3). fused and cluster hold the row on chip: 1 read and 1 write.
-    FLOPs an element: 1 for the maximum, 3 for sum += exp(x - m), 3 for exp(x - m) / sum; online has
-    7 in m, l = max(m, x), l exp(m - m') + exp(x - m'), and the last 3.
+    **softmax.** unfused makes a pass for each operation, the exponentials in memory: 4 reads and 2
+    writes an element, 5 FLOPs. naive is safe softmax in three kernels: 3 reads and 1 write an
+    element [1]_ (algorithm 2), and the statistics of each row. online merges maximum and sum into
+    one pass: 2 reads and 1 write (algorithm 3). fused and cluster hold the row on chip: 1 read and
+    1 write. FLOPs an element: 1 for the maximum, 3 for sum += exp(x - m), 3 for exp(x - m) / sum;
+    online has 7 in m, l = max(m, x), l exp(m - m') + exp(x - m'), and the last 3.
 
     **matmul.** (M K + K N + M N) e bytes and 2 M K N FLOPs. With N = 1, a matrix by a vector, that
     is 2 / e FLOPs a byte: one a byte at 16 bits [2]_.

@@ -94,3 +94,58 @@ def regimes(taken: Sequence[tuple[int, str]]) -> list[tuple[str, float, float]]:
     methods += [other for (_, method), (_, other) in pairwise(taken) if method != other]
     edges = [float(taken[0][0]), *borders, float(taken[-1][0])]
     return [(m, a, b) for m, (a, b) in zip(methods, pairwise(edges), strict=True)]
+
+
+#: Colours of the report: what is replaced, half of it fused, all of it, and the copy.
+_REPORT = {
+    "unfused": "tab:red",
+    "materialized": "tab:red",
+    "scores fused": "tab:orange",
+    "fused": "tab:blue",
+    "flash": "tab:blue",
+    "copy": "tab:gray",
+}
+
+
+def report(rows: Sequence[Row], machine: str) -> Any:
+    """Draw the one-minute report: softmax and attention over their sizes, chains as bars.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        Of `quick.run`.
+    machine : str
+        For the title.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4.2), dpi=120, layout="constrained")
+    panels = [figure.add_subplot(1, 3, place) for place in (1, 2, 3)]
+    labels = {"softmax": "row length N", "attention": "tokens T"}
+    for axes, (subject, label) in zip(panels, labels.items(), strict=False):
+        for method in dict.fromkeys(row["method"] for row in rows if row["subject"] == subject):
+            line = [row for row in rows if (row["subject"], row["method"]) == (subject, method)]
+            axes.plot(
+                [row["size"] for row in line],
+                [row["ms"] for row in line],
+                marker="o",
+                color=_REPORT[method],
+                label=method,
+            )
+        axes.set(title=subject, xlabel=label, ylabel="ms", yscale="log")
+        axes.set_xscale("log", base=2)
+        axes.legend(fontsize="small")
+    chains = [row for row in rows if row["subject"] not in labels and row["method"] != "copy"]
+    names = [f"{row['subject']}\n{row['problem']}, {row['method']}" for row in chains]
+    panels[2].barh(
+        names, [row["ms"] for row in chains], color=[_REPORT[r["method"]] for r in chains]
+    )
+    panels[2].invert_yaxis()
+    panels[2].tick_params(axis="y", labelsize="small")
+    panels[2].set(title="fused chains", xlabel="ms")
+    figure.suptitle(machine)
+    return figure

@@ -1,14 +1,29 @@
-"""The plain formulas in CuPy."""
+"""The plain formulas in CuPy, and attention whose first two operations are one kernel."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import cupy
 import numpy as np
 
-from ..problem import AttentionArrays, AttentionProblem, accumulator, softcap_linear
+from ..problem import ArraySpec, AttentionArrays, AttentionProblem, accumulator, softcap_linear
+from ..problem_fused import (
+    ACTIVATIONS,
+    Dropout,
+    LayerNormArrays,
+    LayerNormProblem,
+    MatmulProblem,
+)
 from . import memory
+from .attention import respecified
+from .baselines_plans import STEP_PARAMETERS, plan_scores, step_launch
+from .executor import CurrentDevice, Executor
+from .fused import compute_layer_norm, compute_matmul
+from .layer_norm_plans import write_dropout
 
 #: Positions are kept this far from the ends of int64 at most, so that window sides can be added.
 _FAR = 2**62
@@ -98,3 +113,196 @@ def _weighted_values(p: Any, v: Any, seen: Any) -> Any:
     total = total + cupy.where(count(seen & (p > 0), v == np.inf), v.dtype.type(np.inf), 0)
     total = total - cupy.where(count(seen & (p > 0), v == -np.inf), v.dtype.type(np.inf), 0)
     return cupy.where(nan, v.dtype.type(np.nan), total)
+
+
+# ------------------------------------------------------------------------------ half of it fused
+
+
+def scores_fused_attention(
+    problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any
+) -> None:
+    """Fill `out` and `lse`: P = softmax(q @ k.T) by one kernel, and P @ v by another.
+
+    Allocates P, and synchronises once: rows that see values that are not finite take these from the
+    plain formula.
+    """
+    if 0 in problem.lse_shape:
+        return
+    sources = AttentionArrays(*map(memory.readable, arrays))
+    problem = respecified(problem, arrays, sources)
+    results = [memory.aligned(x, copy=False) for x in (out, lse)]
+    compute_scores_fused(problem, sources, results[0], results[1], formula, CurrentDevice())
+    for result, given in zip(results, (out, lse), strict=True):
+        memory.copy_unaligned(result, given)
+
+
+def compute_scores_fused(
+    problem: AttentionProblem,
+    arrays: AttentionArrays,
+    out: Any,
+    lse: Any,
+    plain: Callable[[AttentionProblem, AttentionArrays, Any, Any], None],
+    executor: Executor,
+) -> None:
+    """Do what `scores_fused_attention` says with aligned arrays of the executor's library.
+
+    `plain` is the formula for them.
+    """
+    wide = arrays.v.astype(accumulator(problem.dtype))
+    finite = np.isfinite(wide)
+    if bool(finite.all()):
+        _attend_in_halves(problem, arrays, out, lse, executor)
+        return
+    # Elsewhere the bits are those of values that are 0 in their place: 0 * NaN is NaN.
+    clean = arrays._replace(v=np.where(finite, wide, 0).astype(problem.dtype))
+    _attend_in_halves(respecified(problem, arrays, clean), clean, out, lse, executor)
+    seen = _allocate(out.shape, problem.dtype, executor)
+    plain(problem, arrays, seen, _allocate(lse.shape, lse.dtype, executor))
+    both = [x.astype(wide.dtype) for x in (out, seen)]
+    out[...] = np.where(np.isfinite(both[1]), *both).astype(problem.dtype)
+
+
+def _attend_in_halves(
+    problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any, executor: Executor
+) -> None:
+    """Fill `out` and `lse` where all values are finite."""
+    vector = 16 // problem.dtype.itemsize
+    keys = -(-problem.tk // vector) * vector  # rows at multiples of 16 bytes
+    weights = _allocate((*problem.lse_shape, keys), problem.dtype, executor)[..., : problem.tk]
+    plan = plan_scores(problem, ArraySpec.of(weights), ArraySpec.of(lse), executor.limits)
+    given = (*arrays[:10], weights, lse)
+    pointers = [0 if x is None or type(x) is int else executor.address(x) for x in given]
+    integers = [x if type(x) is int else None for x in arrays[7:10]]
+    for launch, parameters in plan.launches(pointers, integers):
+        executor.launch(launch, parameters)
+    nothing = _allocate((problem.dv,), problem.dtype, executor)
+    nothing[...] = 0
+    operands = {"a": weights, "b": arrays.v, "bias": nothing}
+    compute_matmul(MatmulProblem.of(operands, None), [*operands.values()], out, executor)
+
+
+# ------------------------------------------------------------------------ one kernel an operation
+
+
+class _Steps:
+    """Steps over the rows of one shape, in C order, one launch each."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, executor: Executor) -> None:
+        self._rows, self._columns = math.prod(shape[:-1]), shape[-1]
+        self._dtype, self._executor = dtype, executor
+
+    def run(
+        self,
+        step: str,
+        x: Any,
+        y: Any = None,
+        *,
+        vector: Any = None,
+        statistic: Any = None,
+        activation: int = 0,
+        dropout: Dropout | None = None,
+    ) -> None:
+        """Read `x`, and write `y` or `statistic`."""
+        if not self._rows * self._columns:
+            return
+        block = STEP_PARAMETERS.zeros()
+        fields = block[0]
+        fields["rows"], fields["columns"] = self._rows, self._columns
+        arrays = {"x": x, "y": y, "vector": vector, "statistic": statistic}
+        pointers = {
+            name: self._executor.address(array)
+            for name, array in arrays.items()
+            if array is not None
+        }
+        for name, pointer in pointers.items():
+            fields[name] = pointer
+        fields["activation"] = activation
+        if dropout is not None:
+            write_dropout(fields["dropout"], dropout)
+        launch = step_launch(
+            self._dtype,
+            step,
+            self._rows,
+            self._columns,
+            [*pointers.values()],
+            self._executor.limits,
+        )
+        self._executor.launch(launch, block.view(STEP_PARAMETERS.opaque))
+
+
+def _allocate(shape: tuple[int, ...], dtype: np.dtype, executor: Executor) -> Any:
+    return executor.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+
+def _in_order(x: Any) -> Any:
+    return x if x.flags.c_contiguous else x.copy()
+
+
+def unfused_softmax(x: Any, y: Any) -> None:
+    """Fill `y`, in C order, with the softmax over the last axis: maximum, exp, sum, division."""
+    with memory.device_of(y):
+        compute_softmax_steps(memory.aligned(x), y, CurrentDevice())
+
+
+def compute_softmax_steps(x: Any, y: Any, executor: Executor) -> None:
+    """Do what `unfused_softmax` says with aligned arrays of the executor's library."""
+    steps, x = _Steps(x.shape, x.dtype, executor), _in_order(x)
+    weights = _allocate(x.shape, x.dtype, executor)
+    statistic = _allocate(x.shape[:-1], accumulator(x.dtype), executor)
+    steps.run("Top", x, statistic=statistic)
+    steps.run("ShiftedExponential", x, weights, statistic=statistic)
+    steps.run("Total", weights, statistic=statistic)
+    steps.run("Divide", weights, y, statistic=statistic)
+
+
+def unfused_matmul_bias_activation(
+    problem: MatmulProblem, a: Any, b: Any, bias: Any, out: Any
+) -> None:
+    """Fill `out`, in C order: the product, then the bias, then the activation."""
+    with memory.device_of(out):
+        sources = [memory.aligned(x) for x in (a, b, bias)]
+        compute_matmul_steps(problem, sources, out, CurrentDevice())
+
+
+def compute_matmul_steps(
+    problem: MatmulProblem, sources: Sequence[Any], out: Any, executor: Executor
+) -> None:
+    """Do what `unfused_matmul_bias_activation` says with arrays of the executor's library."""
+    a, b, bias = sources[0], sources[1], _in_order(sources[2])
+    product, shifted = (_allocate(out.shape, problem.dtype, executor) for _ in range(2))
+    nothing = _allocate(bias.shape, problem.dtype, executor)
+    nothing[...] = 0
+    plain = replace(problem, activation=None)
+    compute_matmul(plain, [a, b, nothing], product, executor)
+    steps = _Steps(out.shape, problem.dtype, executor)
+    steps.run("AddBias", product, shifted, vector=bias)
+    steps.run("Activate", shifted, out, activation=ACTIVATIONS.index(problem.activation))
+
+
+def unfused_dropout_bias_layer_norm(
+    problem: LayerNormProblem, dropout: Dropout, arrays: LayerNormArrays, y: Any
+) -> None:
+    """Fill `y`, in C order: the bias, then dropout, then LayerNorm."""
+    with memory.device_of(y):
+        sources = LayerNormArrays(*(x if x is None else memory.aligned(x) for x in arrays))
+        compute_layer_norm_steps(problem, dropout, sources, y, CurrentDevice())
+
+
+def compute_layer_norm_steps(
+    problem: LayerNormProblem,
+    dropout: Dropout,
+    arrays: LayerNormArrays,
+    y: Any,
+    executor: Executor,
+) -> None:
+    """Do what `unfused_dropout_bias_layer_norm` says with arrays of the executor's library."""
+    x, bias = _in_order(arrays.x), _in_order(arrays.bias)
+    shifted, dropped = (_allocate(x.shape, problem.dtype, executor) for _ in range(2))
+    nothing = _allocate(bias.shape, problem.dtype, executor)
+    nothing[...] = 0
+    steps = _Steps(x.shape, problem.dtype, executor)
+    steps.run("AddBias", x, shifted, vector=bias)
+    steps.run("Drop", shifted, dropped, dropout=dropout)
+    plain = LayerNormArrays(dropped, nothing, arrays.gamma, arrays.beta)
+    everything = Dropout(0, 0, 0)
+    compute_layer_norm(problem, everything, plain, (y, None, None), executor)

@@ -1,0 +1,314 @@
+// How the kernels of dropout, bias and LayerNorm see their arrays: rows of columns that lie end to
+// end, each row with a team of lanes, each lane with octets of columns.
+//
+// Octet o of a row, columns 8 * o to 8 * o + 7, belongs to lane o % lanes: what one call of Philox
+// decides over is one lane's where rows are multiples of 8. Lanes of a warp merge pairwise and so
+// do the warps of a team: a sum depends on its terms and the number of lanes alone.
+#pragma once
+
+#include "lib/numeric.cuh"
+#include "lib/philox.cuh"
+#include "lib/ptx_mma.cuh"
+
+namespace cuflash {
+
+constexpr int kMaxWarps = 16;  // of a block
+
+struct RowArray {
+    void* data;        // null if absent
+    int64 row_stride;  // in elements
+};
+
+struct LayerNormParameters {
+    int64 rows, columns;
+    int log2_lanes;          // of a team
+    RowArray input[3];       // x, residual, dy
+    RowArray output[2];      // y, or dx and dresidual
+    void* vector[3];         // bias, gamma, beta: (columns,)
+    void* statistic[2];      // mean, 1 / standard deviation: (rows,), of the accumulator's type
+    void* partial;           // (teams of the grid, 3, columns): sums of dbias, dgamma, dbeta
+    void* vector_result[3];  // dbias, dgamma, dbeta: (columns,)
+    int64 parts;             // teams of the grid
+    double epsilon;
+    Dropout dropout;
+};
+
+enum { kX, kResidualInput, kCotangent };
+enum { kBias, kGamma, kBeta };
+
+// Where an octet begins: so many columns behind the first one of its lane.
+template <typename Index_>
+struct Column {
+    using Index = Index_;
+    Index of_lane, further;
+    bool surely;  // whole: no comparison is needed
+
+    __device__ __forceinline__ Index number() const { return of_lane + further; }
+
+    // Whether the row has column e of the octet; kPacked: all or none of them.
+    template <bool kPacked>
+    __device__ __forceinline__ bool is_there(int e, int64 columns) const {
+        return surely || number() + (kPacked ? 0 : e) < Index(columns);
+    }
+};
+
+// Eight neighbouring columns as they lie in memory, in whole words. kPacked: rows are octets at
+// multiples of 16 bytes, moved 16 bytes at a time.
+template <typename T>
+struct Octet {
+    using A = Accumulator<T>;
+    static constexpr int kParts = 8 / kVector<T>;
+    uint4 part[kParts];
+
+    __device__ __forceinline__ void widen_to(A (&x)[8]) const {
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+            const Wide<T> wide(bytes_as<Vector<T>>(part[i]));
+#pragma unroll
+            for (int v = 0; v < kVector<T>; ++v) x[i * kVector<T> + v] = wide.element[v];
+        }
+    }
+    __device__ __forceinline__ void narrow_from(const A (&x)[8]) {
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+            Vector<T> vector;
+#pragma unroll
+            for (int v = 0; v < kVector<T>; ++v)
+                vector.element[v] = narrow<T>(x[i * kVector<T> + v]);
+            part[i] = bytes_as<uint4>(vector);
+        }
+    }
+
+    // `row` is where the lane's first column lies. Columns past the end become 0. kOnce: the first
+    // to leave the caches.
+    template <bool kPacked, bool kOnce, typename Column>
+    __device__ __forceinline__ void load(const T* row, Column column, int64 columns) {
+        const T* const from = row + column.further;
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+            part[i] = {0, 0, 0, 0};
+            if constexpr (kPacked) {
+                const uint4* const words = reinterpret_cast<const uint4*>(from) + i;
+                if (column.template is_there<true>(0, columns))
+                    part[i] = kOnce ? __ldcs(words) : __ldg(words);
+            } else {
+                auto vector = bytes_as<Vector<T>>(part[i]);
+#pragma unroll
+                for (int v = 0; v < kVector<T>; ++v) {
+                    const int e = i * kVector<T> + v;
+                    if (column.template is_there<false>(e, columns)) vector.element[v] = from[e];
+                }
+                part[i] = bytes_as<uint4>(vector);
+            }
+        }
+    }
+
+    template <bool kPacked, typename Column>
+    __device__ __forceinline__ void store(T* row, Column column, int64 columns) const {
+        T* const to = row + column.further;
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+            if constexpr (kPacked) {
+                if (column.template is_there<true>(0, columns))
+                    __stcs(reinterpret_cast<uint4*>(to) + i, part[i]);
+            } else {
+                const auto vector = bytes_as<Vector<T>>(part[i]);
+#pragma unroll
+                for (int v = 0; v < kVector<T>; ++v) {
+                    const int e = i * kVector<T> + v;
+                    if (column.template is_there<false>(e, columns)) to[e] = vector.element[v];
+                }
+            }
+        }
+    }
+};
+
+// The sum of eight sums that were kept side by side: terms of one would each wait for the one
+// before.
+template <typename A>
+__device__ __forceinline__ A fold(const A (&x)[8]) {
+    return add(add(add(x[0], x[4]), add(x[2], x[6])), add(add(x[1], x[5]), add(x[3], x[7])));
+}
+
+// The threads of a block in teams, one a row; kLanes of each, or if that is 0 as many as the
+// launch says. What reduces is to be called by all threads of the block, a team without a row too.
+template <int kLanes>
+struct RowTeam {
+    int lanes, slots, lane, slot;
+
+    __device__ __forceinline__ explicit RowTeam(int log2_lanes) {
+        lanes = kLanes ? kLanes : 1 << log2_lanes;
+        slots = blockDim.x / lanes;
+        lane = threadIdx.x % lanes;
+        slot = threadIdx.x / lanes;
+    }
+
+    __device__ __forceinline__ int64 first_row() const { return int64(blockIdx.x) * slots; }
+    __device__ __forceinline__ int64 step() const { return int64(gridDim.x) * slots; }
+    // The number of the team in the grid.
+    __device__ __forceinline__ int64 number() const { return first_row() + slot; }
+
+    // Where this lane's first column lies in a row or a vector. One address for all its octets: the
+    // compiler would compute one for each.
+    template <typename T>
+    __device__ __forceinline__ T* in(const RowArray& array, int64 row) const {
+        return words_here(static_cast<T*>(array.data) + row * array.row_stride + 8 * lane);
+    }
+    template <typename T>
+    __device__ __forceinline__ const T* in(const void* vector) const {
+        return words_here(static_cast<const T*>(vector) + 8 * lane);
+    }
+
+    // Octet i of those that a lane holds: rows fill more than half of what lanes can hold.
+    template <int kOctets>
+    __device__ __forceinline__ Column<int> column(int i) const {
+        return {8 * lane, 8 * i * lanes, kLanes > 0 && i < kOctets / 2};
+    }
+
+    // Calls work(i, column) for each octet of a lane: those that it holds, or all of its row.
+    template <int kOctets, typename Work>
+    __device__ __forceinline__ void for_each(int64 columns, Work work) const {
+        if constexpr (kOctets > 0) {
+#pragma unroll
+            for (int i = 0; i < kOctets; ++i) work(i, column<kOctets>(i));
+        } else {
+#pragma unroll 1
+            for (int64 at = 8 * int64(lane); at < columns; at += 8 * lanes)
+                work(0, Column<int64>{8 * lane, at - 8 * lane, false});
+        }
+    }
+
+    // Sums over the team; all lanes get them. Two calls in a row are to be given different shared
+    // memory, so that one barrier each is enough.
+    template <int kCount, typename A>
+    __device__ __forceinline__ void sum(A (&values)[kCount],
+                                        A (&exchange)[kCount][kMaxWarps]) const {
+        within_warp(values, lanes < 32 ? lanes : 32);
+        if (lanes <= 32) return;
+        const int warp = threadIdx.x / 32, warps = lanes / 32;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            if (threadIdx.x % 32 == 0) exchange[i][warp] = values[i];
+        __syncthreads();
+        const int first = warp / warps * warps;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) values[i] = exchange[i][first + threadIdx.x % warps];
+        within_warp(values, warps);
+    }
+
+  private:
+    template <int kCount, typename A>
+    __device__ __forceinline__ void within_warp(A (&values)[kCount], int count) const {
+#pragma unroll
+        for (int bit = 1; bit < 32; bit *= 2) {
+            if (bit >= count) break;
+#pragma unroll
+            for (int i = 0; i < kCount; ++i)
+                values[i] = add(values[i], __shfl_xor_sync(kFullWarp, values[i], bit));
+        }
+    }
+};
+
+// The octets of a lane in a vector: in registers (kHeld), or read from L1 each time.
+template <typename T, bool kPacked, int kOctets, bool kHeld>
+class VectorOctets {
+  public:
+    template <typename Team>
+    __device__ __forceinline__ VectorOctets(const void* vector, const Team& team, int64 columns)
+        : vector_(team.template in<T>(vector)), columns_(columns) {
+        if constexpr (kHeld)
+            team.template for_each<kOctets>(
+                columns, [&](int i, auto column) { read(column).widen_to(held_[i]); });
+    }
+
+    template <typename Column>
+    __device__ __forceinline__ void get(Accumulator<T> (&x)[8], int i, Column column) const {
+        if constexpr (kHeld) {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) x[e] = held_[i][e];
+        } else {
+            read(column).widen_to(x);
+        }
+    }
+
+  private:
+    const T* vector_;
+    int64 columns_;
+    Accumulator<T> held_[kHeld ? kOctets : 1][8];
+
+    template <typename Column>
+    __device__ __forceinline__ Octet<T> read(Column column) const {
+        Octet<T> octet;
+        octet.template load<kPacked, false>(vector_, column, columns_);
+        return octet;
+    }
+};
+
+// Rows on their way: each thread has its octets of the next kStages rows copied to shared memory of
+// its own, in the background, so that memory has work while the row before is reduced, and
+// registers are free. Nobody else reads them: no barrier is needed.
+template <typename T, int kOctets, int kThreads, int kStages, int kOperands>
+class RowStages {
+  public:
+    __device__ __forceinline__ explicit RowStages(uint4* memory) : own_(memory + threadIdx.x) {}
+
+    // Starts to copy the octets of an operand's row, of which `row` is the lane's first column.
+    template <typename Team>
+    __device__ __forceinline__ void fetch(const Team& team, int stage, int operand, const T* row,
+                                          int64 columns) const {
+        team.template for_each<kOctets>(columns, [&](int i, auto column) {
+#pragma unroll
+            for (int part = 0; part < Octet<T>::kParts; ++part) {
+                const unsigned to = shared_address(own_ + place(stage, operand, i, part));
+                const T* const from = row + column.further + part * kVector<T>;
+                if (column.template is_there<true>(0, columns))
+                    copy_async(to, from);
+                else
+                    own_[place(stage, operand, i, part)] = {0, 0, 0, 0};
+            }
+        });
+    }
+    __device__ __forceinline__ Octet<T> get(int stage, int operand, int i) const {
+        Octet<T> octet;
+#pragma unroll
+        for (int part = 0; part < Octet<T>::kParts; ++part)
+            octet.part[part] = own_[place(stage, operand, i, part)];
+        return octet;
+    }
+
+  private:
+    uint4* own_;
+
+    static __device__ __forceinline__ int place(int stage, int operand, int octet, int part) {
+        return (((stage * kOperands + operand) * kOctets + octet) * Octet<T>::kParts + part) *
+               kThreads;
+    }
+};
+
+// Octets of x + bias, 0 where dropped and not scaled yet, and the bits that decided. first[i] is
+// the number of an octet's first element in its array.
+template <typename T, bool kPacked, int kCount>
+__device__ __forceinline__ void add_bias_and_drop(
+    const Dropout& dropout, const Octet<T> (&x)[kCount], const Accumulator<T> (&bias)[kCount][8],
+    const int64 (&first)[kCount], Accumulator<T> (&z)[kCount][8], Dropout::Octet (&bits)[kCount]) {
+    dropout.template draw<kPacked>(bits, first);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        x[i].widen_to(z[i]);
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+            z[i][e] = dropout.keeps(bits[i], e) ? add(z[i][e], bias[i][e]) : Accumulator<T>(0);
+    }
+}
+
+// What is kept is scaled, and the residual added.
+template <typename T>
+__device__ __forceinline__ void add_residual(const Octet<T>& residual, Accumulator<T> scale,
+                                             Accumulator<T> (&z)[8]) {
+    Accumulator<T> other[8];
+    residual.widen_to(other);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) z[e] = multiply_add(z[e], scale, other[e]);
+}
+
+}  // namespace cuflash
