@@ -74,14 +74,15 @@ def flash_attention_vjp(
     dlse : array, shape (..., Tq), optional
         Cotangent of lse, of its dtype. Default: zero.
     deterministic : bool
-        Bit-equal gradients from run to run. The NumPy engine's always are.
+        Bit-equal gradients from run to run. The NumPy engine's always are; on a GPU, dq of 16 bits
+        is summed by atomic additions otherwise, which takes less time and more workspace.
     grads : AttentionGrads, optional
         Arrays to fill, each of its operand's shape and dtype; what is None is not computed.
         Default: all gradients there are, newly allocated.
     workspace : uint8 array, optional
         One-dimensional scratch of at least ``workspace_size(..., backward=True)`` bytes.
     method : str
-        "auto", or "tiled" on the host and "simt" on the device.
+        "auto", or "tiled" on the host and a kernel family on the device, "simt" or "mma".
     scale, causal, window, query_offset, query_lengths, key_lengths, mask, bias, sinks
         As the forward was given them. The scale gets no gradient.
     alibi_slopes, softcap, enable_gqa, check

@@ -9,24 +9,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import cupy
 import numpy as np
 
 from ..problem import ArraySpec, AttentionArrays
 from ..problem_vjp import AttentionGrads, AttentionResults, AttentionVjpProblem
+from . import attention_vjp_plans as plans
 from . import memory
 from .attention import respecified
 from .attention_vjp_plans import plan_attention_vjp, vjp_workspace_bytes
-from .executor import CurrentDevice, Executor
+from .executor import CurrentDevice, Executor, device_limits
 
 
 def attention_vjp_methods(problem: AttentionVjpProblem) -> tuple[str, ...]:
-    """Return the kernel families that can run this problem: the one that runs any."""
-    return ("simt",)
+    """Return the kernel families that can run this problem here, the fastest first."""
+    return plans.attention_vjp_methods(problem, device_limits(cupy.cuda.runtime.getDevice()))
 
 
 def attention_vjp_workspace(problem: AttentionVjpProblem) -> int:
-    """Return the bytes of workspace for this problem."""
-    return vjp_workspace_bytes(problem.forward)
+    """Return the bytes of workspace for this problem on the current device."""
+    return vjp_workspace_bytes(problem, device_limits(cupy.cuda.runtime.getDevice()))
 
 
 def attention_vjp(
@@ -102,6 +104,10 @@ def compute(
     ]
     if not plan.reads(pointers):
         return False
+    if not plan.maps_read(pointers):
+        others = plans.attention_vjp_methods(problem, executor.limits)[1:]
+        problem = replace(problem, method=others[0])
+        return compute(problem, arrays, results, grads, workspace, executor)
     if plan.workspace and workspace is None:
         workspace = executor.allocate(plan.workspace)
     integers = [
@@ -131,6 +137,7 @@ def _compute_in_float32(
     read, written = map(widened, results), AttentionGrads(*map(widened, grads))
     wide_results = AttentionResults(*read)
     wide = with_copies(problem, (arrays, operands), wide_results, written)
+    wide = replace(wide, method="auto")  # which may have been one of 16 bits
     done = compute(wide, operands, wide_results, written, workspace, executor)
     for source, target in zip(written, grads, strict=True):
         if source is not target:

@@ -1,4 +1,4 @@
-"""What to launch for the gradients of attention: tiles as data, and a stage for each gradient."""
+"""What to launch for the gradients of attention: families, tiles as data, a stage a gradient."""
 
 from __future__ import annotations
 
@@ -15,20 +15,34 @@ import numpy as np
 from ..problem import ArraySpec, AttentionProblem, accumulator, c_strides
 from ..problem_vjp import AttentionVjpProblem
 from .attention_plans import SCORES, score_pipeline
+from .attention_vjp_plans_mma import (
+    mma_bias,
+    mma_keys,
+    mma_queries,
+    mma_rows,
+    mma_vjp_kernels,
+    mma_vjp_obstacle,
+)
+from .attention_vjp_plans_wgmma import (
+    WgmmaStage,
+    wgmma_vjp_kernels,
+    wgmma_vjp_obstacle,
+    wgmma_vjp_scratch,
+    wgmma_vjp_stages,
+)
+from .attention_vjp_stages import (
+    GRADIENTS,
+    OPERANDS,
+    SCRATCH,
+    Stage,
+    Sweep,
+    bias_tiles,
+    operand_specs,
+    plan_stages,
+)
 from .compiler import KernelName, Launch
 from .executor import DeviceLimits
-from .parameters import (
-    BATCH_AXES,
-    VJP_PARAMETERS,
-    BatchPlan,
-    Slots,
-    as_words,
-    batch_plan,
-    moduli,
-    slot_members,
-    with_sequences,
-    write_problem,
-)
+from .parameters import moduli
 from .plans import C_TYPES
 
 # ------------------------------------------------------------------------------------------- tiles
@@ -113,8 +127,16 @@ VJP_TILES = (
         "55 KB, as above",
     ),
     VjpChoice(
-        "float64", math.inf, PairTile(2, 4, 4, 64, 2),
+        "float64", 64, PairTile(2, 4, 4, 64, 2),
         "a number takes two registers, and an FMA twice the time: half the rows and columns",
+    ),
+    VjpChoice(
+        "float64", math.inf, PairTile(2, 2, 8, 128, 1),
+        "all of 128 features at once, as in float32: 6.6 against 3.5 TFLOP/s at D = 128; of 32 "
+        "rows and 32 keys 6.1, with 4 warps 5.1; 191 KB",
+    ),
+    VjpChoice(
+        "float64", math.inf, PairTile(2, 4, 4, 64, 2), "where a block has less",
     ),
 )  # fmt: skip
 
@@ -149,79 +171,217 @@ def _backward_rows(name: str, acc: np.dtype) -> KernelName:
     return KernelName("attention/backward_rows.cu", f"cuflash::{name}<{C_TYPES[acc.name]}>")
 
 
-def attention_vjp_kernels(dtype: np.dtype) -> Iterator[KernelName]:
-    """Yield every kernel that a plan for gradients of q, k, v of this dtype can launch."""
+def attention_vjp_kernels(
+    dtype: np.dtype, limits: DeviceLimits | None = None
+) -> Iterator[KernelName]:
+    """Yield every kernel that a plan for gradients of q, k, v of this dtype can launch.
+
+    With `limits`, those on tensor cores that it can launch on such a device.
+    """
     acc = accumulator(dtype)
     tiles = dict.fromkeys(choice.tile for choice in VJP_TILES if choice.accumulator == acc.name)
     for tile in tiles:
         for name, score in product(("backward_keys", "backward_queries"), SCORES):
             yield _backward_simt(name, dtype, score, tile)
         yield _backward_simt("backward_bias", dtype, "FullScore", tile)
+    yield from mma_vjp_kernels(dtype, limits)
     yield _backward_rows("row_deltas", acc)
     yield _backward_rows("sink_gradients", acc)
+    yield from wgmma_vjp_kernels(dtype)
+
+
+# ---------------------------------------------------------------------------------------- families
+
+
+def attention_vjp_obstacles(
+    problem: AttentionVjpProblem, limits: DeviceLimits
+) -> dict[str, str | None]:
+    """Return why each kernel family cannot run a problem, None if it can, the fastest first."""
+    return {
+        "wgmma": wgmma_vjp_obstacle(problem, limits),
+        "mma": mma_vjp_obstacle(problem, limits),
+        "simt": None,
+    }
+
+
+def attention_vjp_methods(problem: AttentionVjpProblem, limits: DeviceLimits) -> tuple[str, ...]:
+    """Return the kernel families that can run a problem on a device, the fastest first."""
+    obstacles = attention_vjp_obstacles(problem, limits)
+    return tuple(method for method, obstacle in obstacles.items() if obstacle is None)
+
+
+def _method(problem: AttentionVjpProblem, limits: DeviceLimits) -> str:
+    """Return the family that runs a problem."""
+    if problem.method == "auto":
+        return attention_vjp_methods(problem, limits)[0]
+    return problem.method
+
+
+def _sweeps(
+    problem: AttentionVjpProblem,
+    specs: dict[str, ArraySpec | None],
+    method: str,
+    limits: DeviceLimits,
+) -> Iterator[tuple[str, tuple[str, ...], Sweep]]:
+    """Yield, in order, operands among whose batch entries kernels are shared out, what they fill.
+
+    `specs` describes what `OPERANDS` names; there is a "dq_sums" if dq is to be summed by atomics.
+    """
+    forward = problem.forward
+    acc = accumulator(forward.dtype)
+
+    def asked(*names: str) -> tuple[str, ...]:
+        return tuple(name for name in names if specs[name] is not None)
+
+    # Of sequences end to end the last tile of rows may be a part: there is one more for each.
+    tiles = -(-forward.tq // _DELTA_ROWS) + (forward.sequences or 0)
+    yield "delta", (), Sweep(_backward_rows("row_deltas", acc), _DELTA_THREADS, 0, tiles)
+    of_keys = [asked("dk", "dv")]
+    if not _summed_alike(specs["dk"], specs["dv"], len(forward.batch_shape)):
+        of_keys = [("dk",), ("dv",)]
+    of_queries = asked("dq")
+    score = score_pipeline(forward)
+    if specs["dq_sums"] is not None:
+        yield "dq_sums", (), mma_rows("backward_mma_clear", forward)
+        for i, gradients in enumerate(of_keys):
+            sweep = mma_keys(forward, score, limits, adds_queries=i == 0)
+            yield (*gradients, "k")[0], gradients, sweep
+        yield "dq", of_queries, mma_rows("backward_mma_round", forward)
+    else:
+        for gradients in filter(None, (*of_keys, of_queries)):
+            if method == "mma":
+                sweep = (mma_queries if "dq" in gradients else mma_keys)(forward, score, limits)
+            else:
+                sweep = _simt_sweep(forward, gradients, limits)
+            yield gradients[0], gradients, sweep
+    bias = specs["dbias"]
+    if bias is not None:
+        by_mma = method == "mma"
+        sweep = mma_bias(forward, bias, limits) if by_mma else _simt_bias(forward, bias, limits)
+        yield "dbias", ("dbias",), sweep
+
+
+def _sink_sweep(forward: AttentionProblem) -> Sweep:
+    """Return the kernel that fills dsinks from deltas, whoever left them."""
+    kernel = _backward_rows("sink_gradients", accumulator(forward.dtype))
+    return Sweep(kernel, _SINK_THREADS, 0, 1)
+
+
+def _simt_sweep(
+    forward: AttentionProblem, gradients: tuple[str, ...], limits: DeviceLimits
+) -> Sweep:
+    """Return the plain kernel that fills dq, or dk and dv."""
+    tile = vjp_tile(forward, limits)
+    of_queries = "dq" in gradients
+    tokens = forward.tq if of_queries else forward.tk
+    features = max(forward.dv if name == "dv" else forward.d for name in gradients)
+    return _simt_launch(
+        "backward_queries" if of_queries else "backward_keys",
+        forward,
+        score_pipeline(forward),
+        tile,
+        # Of sequences end to end the last tile may be a part: there is one more for each.
+        -(-tokens // tile.tile_rows) + (forward.sequences or 0),
+        -(-features // tile.features),
+    )
+
+
+def _simt_bias(forward: AttentionProblem, bias: ArraySpec, limits: DeviceLimits) -> Sweep:
+    """Return the plain kernel that fills dbias."""
+    tile = vjp_tile(forward, limits)
+    rows, columns = bias_tiles(bias, tile.tile_rows, tile.tile_columns)
+    return _simt_launch("backward_bias", forward, "FullScore", tile, rows, columns)
+
+
+def _simt_launch(
+    name: str, forward: AttentionProblem, score: str, tile: PairTile, rows: int, columns: int
+) -> Sweep:
+    return Sweep(
+        _backward_simt(name, forward.dtype, score, tile),
+        threads=32 * tile.warps,
+        shared_bytes=tile.shared_bytes(accumulator(forward.dtype).itemsize),
+        row_tiles=rows,
+        column_tiles=columns,
+        chunks=max(1, -(-max(forward.d, forward.dv) // tile.features)),
+    )
 
 
 # ------------------------------------------------------------------------------------------- plans
 
-#: Operands in the order of their pointers.
-OPERANDS = (
-    "q", "k", "v", "mask", "bias", "alibi_slopes", "sinks",
-    "query_offset", "query_lengths", "key_lengths", "cu_seqlens_q", "cu_seqlens_k",
-    "dout", "out", "lse", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "delta",
-)  # fmt: skip
-_RESULTS = ("dout", "out", "lse", "dlse")
-_GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks", "delta")
-_SLOTS = Slots(VJP_PARAMETERS, [*slot_members(OPERANDS), "adds"])
-#: Deltas begin at a multiple of this.
+#: Deltas begin at a multiple of this, and so does what follows them.
 _ALIGNMENT = 16
-#: `decode_batch` counts entries in 32 bits.
-_MOST_ENTRIES = 2**32 - 1
+#: Rows of sums of dq are of whole vectors of 16 bits, so that they are rounded by vectors.
+_SUM_COLUMNS, _SUM_TYPE = 8, np.dtype(np.float32)
 
 
-def vjp_workspace_bytes(problem: AttentionProblem) -> int:
-    """Return the bytes of workspace: a number for each row."""
-    rows = math.prod(problem.lse_shape)
-    return rows * accumulator(problem.dtype).itemsize + _ALIGNMENT if rows else 0
+def vjp_workspace_bytes(problem: AttentionVjpProblem, limits: DeviceLimits) -> int:
+    """Return the bytes of workspace: a number for each row, and sums of dq if it has any.
+
+    They are enough for every dtype of dout, on which the family may depend.
+    """
+    sums = _dq_sums(problem, _method(problem, limits))
+    size = _delta_bytes(problem.forward)
+    if sums is not None:
+        size = _aligned(size) + _own_bytes(sums)
+    if problem.method in ("auto", "wgmma"):
+        size = max(size, wgmma_vjp_scratch(problem.forward, limits))
+    return size + _ALIGNMENT if size else 0
 
 
-class Stage(NamedTuple):
-    """A kernel that fills one gradient, or two, in one launch or several."""
+def _delta_bytes(forward: AttentionProblem) -> int:
+    return math.prod(forward.lse_shape) * accumulator(forward.dtype).itemsize
 
-    launch: Launch
-    gradients: tuple[str, ...]
-    batch: BatchPlan
-    adds: tuple[bool, ...]
-    """Of each launch, whether an earlier one left a part of its sums."""
-    block: np.ndarray
 
-    def launches(
-        self, pointers: Sequence[int], itemsizes: Sequence[int], values: Sequence[int]
-    ) -> Iterator[tuple[Launch, np.ndarray]]:
-        """Yield the kernel and its parameter blocks."""
-        mine = [
-            pointer if name in self.gradients or name not in _GRADIENTS[:-1] else 0
-            for name, pointer in zip(OPERANDS, pointers, strict=True)
-        ]
-        for places, adds in zip(self.batch.places(mine, itemsizes), self.adds, strict=True):
-            yield self.launch, _SLOTS.fill(self.block, [*places, *values, adds])
+def _aligned(place: int) -> int:
+    return -(-place // _ALIGNMENT) * _ALIGNMENT
+
+
+def _dq_sums(problem: AttentionVjpProblem, method: str) -> ArraySpec | None:
+    """Describe the array in which dq is summed by atomic additions, if it is to be."""
+    dq = problem.grads.dq
+    if method != "mma" or problem.deterministic or dq is None:
+        return None
+    *batch, rows, features = dq.shape
+    own = [size if step else 1 for size, step in zip(batch, dq.strides, strict=False)]
+    shape = (*own, rows, -(-features // _SUM_COLUMNS) * _SUM_COLUMNS)
+    sums = ArraySpec(shape, c_strides(shape, _SUM_TYPE.itemsize), _SUM_TYPE)
+    return sums.broadcast_to((*batch, *shape[-2:]), "dq_sums")
+
+
+def _own_bytes(sums: ArraySpec) -> int:
+    """Return the bytes of the elements that a spec has of its own."""
+    own = (size for size, step in zip(sums.shape, sums.strides, strict=True) if step)
+    return math.prod(own) * sums.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionVjpPlan:
     """The launches of one call for gradients; none if there is nothing to write."""
 
-    tile: PairTile
+    method: str
     workspace: int
-    stages: tuple[Stage, ...]
+    stages: tuple[Stage | WgmmaStage, ...]
     itemsizes: tuple[int, ...]
     added: tuple[str, ...]
     """Gradients that later launches add to: each stores what it has so far."""
     _defaults: tuple[int, int, int]
+    _sums_start: int
+    """Bytes from deltas to sums of dq."""
     _moduli: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a plan that would fill a gradient twice, or add to one that it does not fill."""
+        filled = [name for stage in self.stages for name in stage.gradients]
+        if len(set(filled)) < len(filled) or not set(self.added) <= set(filled):
+            raise ValueError(f"stages fill {filled} and add to {self.added}")
 
     def reads(self, pointers: Sequence[int]) -> bool:
         """Tell whether all elements lie at multiples of their size, as the device needs them."""
         return bool(self._moduli) and not any(map(operator.mod, pointers, self._moduli))
+
+    def maps_read(self, pointers: Sequence[int]) -> bool:
+        """Tell whether what is fetched by maps lies where it can be."""
+        return all(x.maps_read(pointers) for x in self.stages if isinstance(x, WgmmaStage))
 
     def launches(
         self, pointers: Sequence[int], integers: Sequence[int | None], workspace: int
@@ -231,7 +391,7 @@ class AttentionVjpPlan:
         Parameters
         ----------
         pointers : sequence of int
-            Addresses of what `OPERANDS` names, but for delta; 0 for what is absent or a number.
+            Addresses of what `OPERANDS` names, but for `SCRATCH`; 0 for what is absent or a number.
         integers : sequence of int or None
             query_offset, query_lengths and key_lengths where they are numbers.
         workspace : int
@@ -241,9 +401,10 @@ class AttentionVjpPlan:
             default if value is None else value
             for value, default in zip(integers, self._defaults, strict=True)
         ]
-        delta = -(-workspace // _ALIGNMENT) * _ALIGNMENT
+        delta = _aligned(workspace)
+        scratch = [delta, delta + self._sums_start]
         for stage in self.stages:
-            yield from stage.launches([*pointers, delta], self.itemsizes, values)
+            yield from stage.launches([*pointers, *scratch], self.itemsizes, values)
 
 
 @lru_cache(maxsize=4096)
@@ -263,36 +424,28 @@ def plan_attention_vjp(problem: AttentionVjpProblem, limits: DeviceLimits) -> At
         Without stages if there is nothing to write.
     """
     forward = problem.forward
-    specs = _operand_specs(problem)
-    tile = vjp_tile(forward, limits)
-    stages = []
-    groups = [("delta",), ("dk", "dv"), ("dq",), ("dbias",), ("dsinks",)]
-    if not _summed_alike(specs["dk"], specs["dv"], len(forward.batch_shape)):
-        groups[1:2] = [("dk",), ("dv",)]
-    if any(specs[name] is not None for name in _GRADIENTS[:-1]):
-        for group in groups:
-            asked = tuple(name for name in group if specs[name] is not None)
-            if asked:
-                stages += _stage(problem, specs, asked, tile, limits)
+    method = _method(problem, limits)
+    specs = operand_specs(problem, _dq_sums(problem, method))
+    stages: list[Stage | WgmmaStage] = []
+    if any(specs[name] is not None for name in GRADIENTS):
+        if method == "wgmma":
+            stages += wgmma_vjp_stages(problem, limits)
+        else:
+            for owner, gradients, sweep in _sweeps(problem, specs, method, limits):
+                stages += plan_stages(problem, specs, gradients, owner, sweep, limits)
+        if specs["dsinks"] is not None:
+            sweep = _sink_sweep(forward)
+            stages += plan_stages(problem, specs, ("dsinks",), "dsinks", sweep, limits)
     return AttentionVjpPlan(
         added=tuple(name for stage in stages if any(stage.adds) for name in stage.gradients),
-        tile=tile,
-        workspace=vjp_workspace_bytes(forward) if stages else 0,
+        method=method,
+        workspace=vjp_workspace_bytes(problem, limits) if stages else 0,
         stages=tuple(stages),
         itemsizes=tuple(0 if x is None else x.dtype.itemsize for x in specs.values()),
         _defaults=(0, forward.tq, forward.tk),
-        _moduli=moduli(list(specs.values())[:-1]),
+        _sums_start=_aligned(_delta_bytes(forward)),
+        _moduli=moduli([specs[name] for name in OPERANDS if name not in SCRATCH]),
     )
-
-
-def _operand_specs(problem: AttentionVjpProblem) -> dict[str, ArraySpec | None]:
-    """Return what `OPERANDS` names."""
-    forward = problem.forward
-    acc = accumulator(forward.dtype)
-    given = {name: getattr(problem.results, name) for name in _RESULTS}
-    given |= problem.grads._asdict()
-    given["delta"] = ArraySpec(forward.lse_shape, c_strides(forward.lse_shape, acc.itemsize), acc)
-    return {name: given[name] if name in given else getattr(forward, name) for name in OPERANDS}
 
 
 def _summed_alike(a: ArraySpec | None, b: ArraySpec | None, axes: int) -> bool:
@@ -303,147 +456,3 @@ def _summed_alike(a: ArraySpec | None, b: ArraySpec | None, axes: int) -> bool:
         size == 1 or bool(mine) == bool(theirs)
         for size, mine, theirs in zip(a.shape[:axes], a.strides, b.strides, strict=False)
     )
-
-
-def _stage(
-    problem: AttentionVjpProblem,
-    specs: dict[str, ArraySpec | None],
-    gradients: tuple[str, ...],
-    tile: PairTile,
-    limits: DeviceLimits,
-) -> list[Stage]:
-    """Return the stage that fills these gradients; none if they have no elements."""
-    forward = problem.forward
-    kernel, row_tiles, column_tiles = _tiles(problem, specs, gradients, tile)
-    named = {
-        name: None if name in _GRADIENTS[:-1] and name not in gradients else spec
-        for name, spec in specs.items()
-    }
-    whole = batch_plan(forward, named, _MOST_ENTRIES, len(forward.batch_shape) + 1)
-    batch, entries, summed, adds = _kept_before_summed(
-        BatchPlan(
-            whole.outer_sizes + whole.sizes,
-            tuple(map(operator.add, whole.outer_strides, whole.strides)),
-            (),
-            ((),) * len(named),
-        ),
-        OPERANDS.index(gradients[0]),
-        BATCH_AXES - (forward.sequences is not None),
-        max(1, limits.blocks // max(1, row_tiles * column_tiles)),
-    )
-    grid = row_tiles * column_tiles * entries
-    if not grid:
-        return []
-    block = VJP_PARAMETERS.zeros()
-    fields = block[0]
-    write_problem(fields, forward, named, with_sequences(batch, forward, named))
-    fields["summed"] = summed
-    fields["grid"]["row_tiles"], fields["grid"]["column_tiles"] = row_tiles, column_tiles
-    fields["grid"]["splits"] = 1
-    fields["chunks"] = max(1, -(-max(forward.d, forward.dv) // tile.features))
-    fields["dout_is_wide"] = problem.results.dout.dtype != forward.dtype
-    threads = {"row_deltas": _DELTA_THREADS, "sink_gradients": _SINK_THREADS}
-    by_rows = threads.get(kernel)
-    acc = accumulator(forward.dtype)
-    launch = Launch(
-        _backward_rows(kernel, acc)
-        if by_rows
-        else _backward_simt(
-            kernel,
-            forward.dtype,
-            "FullScore" if kernel == "backward_bias" else score_pipeline(forward),
-            tile,
-        ),
-        grid=grid,
-        block=by_rows or 32 * tile.warps,
-        shared_bytes=0 if by_rows else tile.shared_bytes(acc.itemsize),
-    )
-    return [Stage(launch, gradients, batch, adds, as_words(block))]
-
-
-def _tiles(
-    problem: AttentionVjpProblem,
-    specs: dict[str, ArraySpec | None],
-    gradients: tuple[str, ...],
-    tile: PairTile,
-) -> tuple[str, int, int]:
-    """Return the kernel of these gradients, and the tiles of rows and of columns of an entry.
-
-    Of sequences end to end the last tile may be a part: there is one more for each, see
-    lib/sequences.cuh.
-    """
-    forward = problem.forward
-    more = forward.sequences or 0
-    if "dsinks" in gradients:
-        return "sink_gradients", 1, 1
-    if "delta" in gradients:
-        return "row_deltas", -(-forward.tq // _DELTA_ROWS) + more, 1
-    bias = specs["dbias"]
-    if bias is not None and "dbias" in gradients:
-        # An axis that is summed is one tile, be there elements along it or not.
-        steps = (tile.tile_rows, tile.tile_columns)
-        rows, columns = (
-            -(-size // step) if stride else 1
-            for size, step, stride in zip(bias.shape[-2:], steps, bias.strides[-2:], strict=True)
-        )
-        return "backward_bias", rows, columns
-    of_queries = "dq" in gradients
-    tokens = forward.tq if of_queries else forward.tk
-    features = max(forward.dv if name == "dv" else forward.d for name in gradients)
-    return (
-        "backward_queries" if of_queries else "backward_keys",
-        -(-tokens // tile.tile_rows) + more,
-        -(-features // tile.features),
-    )
-
-
-def _kept_before_summed(
-    batch: BatchPlan, gradient: int, most_axes: int, most_entries: int
-) -> tuple[BatchPlan, int, int, tuple[bool, ...]]:
-    """Order the batch axes for one gradient: those that it has, then those it is summed along.
-
-    Returns
-    -------
-    batch : BatchPlan
-        What does not fit a launch is outer: axes of the gradient first.
-    entries, summed : int
-        Of a launch: entries of the gradient, and of the sum that each is.
-    adds : tuple of bool
-        Of each turn of the engine's loop, whether it adds to the sums of an earlier one.
-    """
-    # A sum over no entry is one that begins and does not go on.
-    nothing = False
-    kept: list[int] = []
-    summed: list[int] = []
-    outer: list[int] = []
-    sizes = list(batch.sizes)
-    for axis, step in enumerate(batch.strides[gradient]):
-        (kept if step else summed).append(axis)
-        if not step and not sizes[axis]:
-            nothing, sizes[axis] = True, 1
-
-    def size_of(axes: list[int]) -> int:
-        return math.prod(sizes[axis] for axis in axes)
-
-    def too_many() -> bool:
-        return (
-            len(kept) + len(summed) > most_axes
-            or size_of(kept) > most_entries
-            or size_of(kept + summed) > _MOST_ENTRIES
-        )
-
-    while kept and too_many():
-        outer.append(kept.pop(0))
-    loops_over = len(outer)
-    while summed and too_many():
-        outer.append(summed.pop(0))
-
-    def chosen(axes: list[int]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        strides = tuple(tuple(steps[axis] for axis in axes) for steps in batch.strides)
-        return tuple(sizes[axis] for axis in axes), strides
-
-    adds = tuple(
-        any(index[loops_over:]) for index in product(*(range(sizes[axis]) for axis in outer))
-    )
-    ordered = BatchPlan(*chosen(kept + summed), *chosen(outer))
-    return ordered, size_of(kept), 0 if nothing else size_of(summed), adds

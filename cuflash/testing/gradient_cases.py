@@ -303,6 +303,26 @@ def case_sink_alone(library: GradientLibrary) -> None:
         _equal(x, np.zeros(x.shape), f"d{name}")
 
 
+def case_weightless_row(library: GradientLibrary) -> None:
+    """Make all scores of a row -inf by an infinite q, or k: the row has no part in any gradient."""
+    for name in ("q", "k"):
+        q, k, v = (np.abs(_normal(seed, 1, 4, 8)) for seed in range(3))
+        operands = {"q": q, "k": k}
+        operands[name][...] = np.abs(operands[name])
+        if name == "q":
+            q[0, 1], k[...] = -np.inf, np.abs(k) + 1
+        else:
+            k[...], q[0, [0, 2, 3]] = np.inf, 1
+            q[0, 1] = -1
+        seen = np.ones((4, 4), bool)
+        if name == "k":  # rows of +inf are NaN: hide them
+            seen[[0, 2, 3]] = False
+        grads = _differentiate(library, q, k, v, mask=seen)
+        for of, x in zip("qkv", grads, strict=False):
+            _holds(np.isfinite(x), f"d{of} with inf in {name}: {x}")
+        _equal(grads.dq[0, 1], np.zeros(8), f"dq of the row with inf in {name}")
+
+
 #: Every case, by the name it has in test reports.
 GRADIENT_CASES: dict[str, GradientCase] = {
     case.__name__: case
@@ -323,5 +343,6 @@ GRADIENT_CASES: dict[str, GradientCase] = {
         case_nan_row,
         case_uninitialised_cache,
         case_sink_alone,
+        case_weightless_row,
     )
 }

@@ -115,6 +115,11 @@ def _run(vjp: Vjp, inputs: GradientInputs, **more: Any) -> Any:
     return vjp(*inputs[:6], dlse=inputs.dlse, **inputs.options, **more)
 
 
+def _run_fixed(vjp: Vjp, inputs: GradientInputs, **more: Any) -> Any:
+    """As `_run`, where bits are compared: others than deterministic gradients may differ."""
+    return _run(vjp, inputs, deterministic=True, **more)
+
+
 def _each(*results: Any) -> Iterator[tuple[Any, ...]]:
     """Yield the name and the members of results, where they are not None."""
     for name in NAMES:
@@ -262,7 +267,7 @@ def gradient_of_lse(vjp: Vjp, case: AttentionCase) -> None:
     case = replace(_finite(case), unseen=None)
     inputs = gradient_inputs(case)
     zero = np.zeros_like(inputs.lse)
-    with_zero, without = (_run(vjp, inputs._replace(dlse=dlse)) for dlse in (zero, None))
+    with_zero, without = (_run_fixed(vjp, inputs._replace(dlse=dlse)) for dlse in (zero, None))
     _assert_equal(with_zero, without, "with dlse zero, or None", case)
     dlse = np.random.default_rng([case.seed, 22]).normal(size=zero.shape).astype(zero.dtype)
     alone = inputs._replace(dout=np.zeros_like(inputs.dout), dlse=dlse)
@@ -323,9 +328,9 @@ def unseen_gradients_are_zero(vjp: Vjp, case: AttentionCase) -> None:
 
 def unseen_nonfinite_never_leaks(vjp: Vjp, case: AttentionCase) -> None:
     """Check that what no row sees, and dout of rows that see nothing, may as well be zero."""
-    clean = _run(vjp, gradient_inputs(replace(case, unseen="0")))
+    clean = _run_fixed(vjp, gradient_inputs(replace(case, unseen="0")))
     for special in ("nan", "inf", "-inf"):
-        grads = _run(vjp, gradient_inputs(replace(case, unseen=special)))
+        grads = _run_fixed(vjp, gradient_inputs(replace(case, unseen=special)))
         _assert_equal(grads, clean, f"with {special} in unseen places", case)
 
 
@@ -337,10 +342,10 @@ def nonfinite_row_reaches_only_what_it_sees(vjp: Vjp, case: AttentionCase) -> No
     inputs = _own_memory(gradient_inputs(case), case)
     _, seen = reference.attention_scores(inputs.q, inputs.k, inputs.v, **inputs.options)
     row = int(np.random.default_rng(case.seed).integers(case.tq))
-    clean = _run(vjp, inputs)
+    clean = _run_fixed(vjp, inputs)
     dout = inputs.dout.copy()
     dout[..., row, :] = np.nan
-    grads = _run(vjp, inputs._replace(dout=dout))
+    grads = _run_fixed(vjp, inputs._replace(dout=dout))
     sees = seen[..., row, :]
     if case.enable_gqa:
         *batch, heads, tokens = sees.shape
@@ -380,10 +385,10 @@ def row_independence(vjp: Vjp, case: AttentionCase) -> None:
     inputs = _own_memory(gradient_inputs(case), case)
     row = int(np.random.default_rng(case.seed).integers(case.tq))
     others = np.arange(case.tq) != row
-    clean = _run(vjp, inputs)
+    clean = _run_fixed(vjp, inputs)
     q, dout = inputs.q.copy(), inputs.dout.copy()
     q[..., row, :] = dout[..., row, :] = np.nan
-    for name, gradient, before in _each(_run(vjp, inputs.of(q=q, dout=dout)), clean):
+    for name, gradient, before in _each(_run_fixed(vjp, inputs.of(q=q, dout=dout)), clean):
         if name == "dq":
             what = f"dq after changing row {row}"
             assert_bitwise_equal(gradient[..., others, :], before[..., others, :], what, case)
@@ -398,11 +403,11 @@ def batch_independence(vjp: Vjp, case: AttentionCase) -> None:
     inputs = _own_memory(gradient_inputs(case), case)
     entry = int(np.random.default_rng(case.seed).integers(case.batch_shape[0]))
     others = np.arange(case.batch_shape[0]) != entry
-    clean = _run(vjp, inputs)
+    clean = _run_fixed(vjp, inputs)
     changed = {name: getattr(inputs, name).copy() for name in ("q", "k", "v", "dout")}
     for x in changed.values():
         x[entry] = np.nan
-    for name, gradient, before in _each(_run(vjp, inputs.of(**changed)), clean):
+    for name, gradient, before in _each(_run_fixed(vjp, inputs.of(**changed)), clean):
         if name in ("dq", "dk", "dv"):
             what = f"{name} after changing batch entry {entry}"
             assert_bitwise_equal(gradient[others], before[others], what, case)
@@ -416,20 +421,20 @@ def views_equal_copies(vjp: Vjp, case: AttentionCase) -> None:
     inputs = gradient_inputs(case)
     options = {name: copy_of(x) for name, x in inputs.options.items()}
     copies = GradientInputs._make([*map(copy_of, inputs[:7]), options])
-    _assert_equal(_run(vjp, inputs), _run(vjp, copies), "of views", case)
+    _assert_equal(_run_fixed(vjp, inputs), _run_fixed(vjp, copies), "of views", case)
 
 
 def poisoned_outputs_fully_written(vjp: Vjp, case: AttentionCase) -> None:
     """Check that given arrays are returned, with every element written and nothing beside."""
     inputs = gradient_inputs(case)
-    clean = _run(vjp, inputs)
+    clean = _run_fixed(vjp, inputs)
     for layout in ("contiguous", "step", "reversed"):
         buffers = {
             name: arrange(np.full(x.shape, np.nan, x.dtype), layout)
             for name, x in clean._asdict().items()
             if x is not None and np.ndim(x)
         }
-        result = _run(vjp, inputs, grads=AttentionGrads(**buffers))
+        result = _run_fixed(vjp, inputs, grads=AttentionGrads(**buffers))
         for name, buffer in buffers.items():
             if getattr(result, name) is not buffer:
                 raise AssertionError(f"the {name} given is not the one returned\n{case!r}")
@@ -444,12 +449,12 @@ def poisoned_outputs_fully_written(vjp: Vjp, case: AttentionCase) -> None:
 def only_what_is_asked_for(vjp: Vjp, case: AttentionCase) -> None:
     """Check that each gradient can be asked for by itself, and has the same bits."""
     inputs = gradient_inputs(case)
-    every = _run(vjp, inputs)
+    every = _run_fixed(vjp, inputs)
     for name, x in every._asdict().items():
         if x is None or not np.ndim(x):
             continue
         buffer = np.full(x.shape, np.nan, x.dtype)
-        alone = _run(vjp, inputs, grads=AttentionGrads(**{name: buffer}))
+        alone = _run_fixed(vjp, inputs, grads=AttentionGrads(**{name: buffer}))
         assert_bitwise_equal(buffer, x, f"{name} asked for alone", case)
         if any(getattr(alone, other) is not None for other in NAMES if other != name):
             raise AssertionError(f"more than {name} was returned\n{case!r}")
@@ -458,7 +463,7 @@ def only_what_is_asked_for(vjp: Vjp, case: AttentionCase) -> None:
 def repeatable(vjp: Vjp, case: AttentionCase) -> None:
     """Check that deterministic gradients have the same bits in every call."""
     inputs = gradient_inputs(case)
-    first, again = (_run(vjp, inputs, deterministic=True) for _ in range(2))
+    first, again = (_run_fixed(vjp, inputs) for _ in range(2))
     _assert_equal(again, first, "of a second call", case)
 
 

@@ -23,6 +23,7 @@ struct VjpParameters {
     BatchedArray q, k, v;                      // (Tq, D), (Tk, D), (Tk, Dv)
     BatchedArray dout, out, lse, dlse, delta;  // (Tq, Dv) twice, (Tq); dlse may be absent
     BatchedArray dq, dk, dv, dbias, dsinks;
+    BatchedArray dq_sums;  // (Tq, D up to a multiple of 8) in float, where dq is summed by atomics
     int64 features, values;  // D, Dv
     int chunks;              // of the features of a tile that the larger of D and Dv takes
     int dout_is_wide;        // dout has the accumulator's type
@@ -315,6 +316,40 @@ __device__ __forceinline__ void meet(const VjpTiles<A, Tile>& tiles,
     }
     weigh_pairs<kRowsAreKeys, kWithSlope>(tiles, queries, block, first_row, first_key, at);
     __syncwarp();  // the lanes of a row read each other's weights
+}
+
+// Stores dbias of the block's rows and its keys from `own_key` on: `sums`, kRows x kKeys numbers in
+// shared memory that all threads have written, or the sums of these along an axis that is summed.
+template <int kRows, int kKeys, int kStride, int kThreads, typename T, typename Score, typename A>
+__device__ __forceinline__ void store_bias(A* sums, const VjpParameters& p,
+                                           const VjpWork<T, Score>& block, int64 own_key) {
+    const bool sums_rows = p.dbias.row_stride == 0, sums_keys = p.dbias.column_stride == 0;
+    // Sums over rows or keys leave by the first of them.
+    __syncthreads();
+    if (sums_rows && threadIdx.x < kKeys) {
+        A sum = 0;
+        for (int row = 0; row < kRows; ++row) sum += sums[row * kStride + threadIdx.x];
+        sums[threadIdx.x] = sum;
+    }
+    __syncthreads();
+    if (sums_keys && threadIdx.x < kRows) {
+        A* const row = sums + threadIdx.x * kStride;
+        A sum = 0;
+        for (int key = 0; key < kKeys; ++key) sum += row[key];
+        row[0] = sum;
+    }
+    __syncthreads();
+    const int64 rows = sums_rows ? 1 : block.end - block.first;
+    const int64 keys = sums_keys ? 1 : min(int64(kKeys), p.score.keys - own_key);
+    const int64 start = entry_offset(p.dbias.batch_stride, p.batch, block.index);
+    for (int i = threadIdx.x; i < rows * keys; i += kThreads) {
+        const int row = i / int(keys), key = i % int(keys);
+        const int64 element = start + (block.first + row) * p.dbias.row_stride +
+                              (own_key + key) * p.dbias.column_stride;
+        A x = sums[row * kStride + key];
+        if (p.adds) x += read_float<A>(p.dbias.data, element, p.dbias.type);
+        write_float(p.dbias.data, element, p.dbias.type, x);
+    }
 }
 
 }  // namespace cuflash

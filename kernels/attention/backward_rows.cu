@@ -3,42 +3,74 @@
 //   row_deltas       delta = sum(dout * out) - dlse of every row, 0 where a row has no gradient
 //   sink_gradients   dsinks = -exp(sink - lse) * delta, summed over the rows and entries of a sink
 //
-// Grid: row_deltas a block for each tile of rows and batch entry, a warp for 8 of its rows;
+// Grid: row_deltas a block for each tile of rows and batch entry;
 // sink_gradients a block for each sink. No dynamic shared memory.
 #include "attention/backward.cuh"
 
 namespace cuflash {
 
-// An element of either type: rows of 16-bit results may be float.
-template <typename A>
-__device__ __forceinline__ A element_of(const BatchedArray& x, int64 start, int64 row,
-                                        int64 column) {
-    return read_float<A>(x.data, start + row * x.row_stride + column * x.column_stride, x.type);
+// kWide neighbours of a row as A, 0 past its end. Elements have either type: rows of 16-bit results
+// may be float.
+template <typename A, int kWide>
+__device__ __forceinline__ void read_chunk(A (&x)[kWide], const BatchedArray& array, int64 start,
+                                           int64 row, int64 column, int64 columns) {
+    const int64 first = start + row * array.row_stride + column * array.column_stride;
+    if constexpr (sizeof(A) == 4) {
+        const auto* const source = static_cast<const unsigned short*>(array.data) + first;
+        const bool short_elements = array.type == kFloat16 || array.type == kBFloat16;
+        if (short_elements && array.column_stride == 1 && column + kWide <= columns &&
+            is_vector_aligned(source)) {
+            const auto chunk =
+                bytes_as<Vector<unsigned short>>(*reinterpret_cast<const uint4*>(source));
+#pragma unroll
+            for (int e = 0; e < kWide; ++e)
+                x[e] = array.type == kFloat16 ? widen(bytes_as<__half>(chunk.element[e]))
+                                              : widen(bytes_as<__nv_bfloat16>(chunk.element[e]));
+            return;
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < kWide; ++e)
+        x[e] = column + e < columns
+                   ? read_float<A>(array.data, first + e * array.column_stride, array.type)
+                   : A(0);
 }
 
 template <typename A>
 __global__ void __launch_bounds__(128) row_deltas(const __grid_constant__ VjpParameters p) {
-    constexpr int kRows = 32;
+    constexpr int kRows = 32, kWarps = 4, kWide = 32 / int(sizeof(A));
     __shared__ VjpWork<A, RangedScore<A>> block;
     if (!block.template begin<false>(p, kRows)) return;
 
-    const int lane = threadIdx.x % 32;
+    // Rows of few chunks share a warp, so that all its lanes have one.
+    const int64 chunks = (p.values + kWide - 1) / kWide;
+    int lanes = 1;
+    while (lanes < 32 && lanes < chunks) lanes *= 2;
+    const int lane = threadIdx.x % lanes, rows = kWarps * 32 / lanes;
     const int64 dout = entry_offset(p.dout.batch_stride, p.batch, block.index);
     const int64 out = entry_offset(p.out.batch_stride, p.batch, block.index);
     const auto dlse = RowNumbers<const A>::of(p.dlse, p.batch, block.index);
-    for (int64 row = block.first + threadIdx.x / 32; row < block.end; row += 4) {
+    for (int64 start = block.first; start < block.end; start += rows) {
+        const int64 row = start + threadIdx.x / lanes;
+        const bool inside = row < block.end;
+        const A lse = inside && block.score.is_used(row) ? block.lse.at(row) : -infinity<A>();
         A sum = 0;
-        if (block.score.is_used(row) && block.lse.at(row) != -infinity<A>()) {
+        if (lse != -infinity<A>()) {
             // A row that only the sink gives weight has an out of 0, whatever dout is.
-            const bool sink_alone = block.lse.at(row) == block.score.sink;
-            for (int64 column = lane; column < p.values; column += 32) {
-                const A y = element_of<A>(p.out, out, row, column);
-                if (!sink_alone || y != A(0)) sum += element_of<A>(p.dout, dout, row, column) * y;
+            const bool sink_alone = lse == block.score.sink;
+            for (int64 chunk = lane; chunk < chunks; chunk += lanes) {
+                A x[kWide], y[kWide];
+                read_chunk(x, p.dout, dout, row, chunk * kWide, p.values);
+                read_chunk(y, p.out, out, row, chunk * kWide, p.values);
+#pragma unroll
+                for (int e = 0; e < kWide; ++e)
+                    if (!sink_alone || y[e] != A(0)) sum += x[e] * y[e];
             }
-            for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(kFullWarp, sum, bit);
-            if (p.dlse.data) sum -= dlse.at(row);
         }
-        if (lane == 0) block.delta.at(row) = sum;
+        for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(kFullWarp, sum, bit);
+        if (lane > 0 || !inside) continue;
+        if (lse != -infinity<A>() && p.dlse.data) sum -= dlse.at(row);
+        block.delta.at(row) = sum;
     }
 }
 

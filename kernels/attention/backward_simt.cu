@@ -193,37 +193,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         }
     }
 
-    // Sums over rows or keys leave by the first of them.
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i)
 #pragma unroll
         for (int j = 0; j < Tile::kColumns; ++j) tiles.slopes[at.pair(i, j)] = dbias[i][j];
-    __syncthreads();
-    if (sums_rows && threadIdx.x < kKeys) {
-        A sum = 0;
-        for (int row = 0; row < kRows; ++row)
-            sum += tiles.slopes[row * Tile::kWeightStride + threadIdx.x];
-        tiles.slopes[threadIdx.x] = sum;
-    }
-    __syncthreads();
-    if (sums_keys && threadIdx.x < kRows) {
-        A* const row = tiles.slopes + threadIdx.x * Tile::kWeightStride;
-        A sum = 0;
-        for (int key = 0; key < kKeys; ++key) sum += row[key];
-        row[0] = sum;
-    }
-    __syncthreads();
-    const int64 rows = sums_rows ? 1 : block.end - block.first;
-    const int64 keys = sums_keys ? 1 : min(int64(kKeys), p.score.keys - own_key);
-    const int64 start = entry_offset(p.dbias.batch_stride, p.batch, block.index);
-    for (int i = threadIdx.x; i < rows * keys; i += Tile::kThreads) {
-        const int row = i / int(keys), key = i % int(keys);
-        const int64 element = start + (block.first + row) * p.dbias.row_stride +
-                              (own_key + key) * p.dbias.column_stride;
-        A x = tiles.slopes[row * Tile::kWeightStride + key];
-        if (p.adds) x += read_float<A>(p.dbias.data, element, p.dbias.type);
-        write_float(p.dbias.data, element, p.dbias.type, x);
-    }
+    store_bias<kRows, kKeys, Tile::kWeightStride, Tile::kThreads>(tiles.slopes, p, block, own_key);
 }
 
 }  // namespace cuflash

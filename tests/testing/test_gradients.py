@@ -59,10 +59,23 @@ def test_a_fault_is_caught(law, fault):
 
 
 def varlen_vjp(
-    dout, q, k, v, out, lse, cu_q, cu_k, *, dlse=None, grads=None, fault=None, **options
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_q,
+    cu_k,
+    *,
+    dlse=None,
+    grads=None,
+    deterministic=False,
+    fault=None,
+    **options,
 ):
     """Gradients of sequences end to end, of the oracle but for the fault."""
-    del out, lse
+    del out, lse, deterministic
     past = int(cu_q[-1])
     dout = np.where(np.arange(dout.shape[-2])[:, None] < past, dout, 0)
     if fault == "reads past the end":
