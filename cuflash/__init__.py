@@ -1,6 +1,6 @@
 """Exact softmax and FlashAttention for arrays: NumPy or CuPy, JAX or PyTorch by DLPack."""
 
-from . import analysis, baselines, reference
+from . import analysis, baselines, fused, reference
 from ._attention import flash_attention, workspace_size
 from ._attention_vjp import flash_attention_varlen_vjp, flash_attention_vjp
 from ._online import (
@@ -25,6 +25,7 @@ __all__ = [
     "flash_attention_varlen",
     "flash_attention_varlen_vjp",
     "flash_attention_vjp",
+    "fused",
     "log_softmax",
     "log_softmax_vjp",
     "logsumexp",

@@ -1,4 +1,4 @@
-"""The command line: ``cuflash demo``, ``info``, ``attend``, ``softmax``, ``plot`` and ``fuzz``.
+"""The command line: ``cuflash demo``, ``info``, ``attend``, ``softmax``, ``bench`` and so on.
 
 Exit codes: 0 done; 1 something that `fuzz` asks for does not hold; 2 wrong arguments, files or
 shapes, told in one line on stderr; 130 interrupted.
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 import cuflash
 
-from . import _plots
+from . import _bench, _plots
 from ._files import read_npy, read_npz, replacing
 from ._runners import DeviceRunner, HostRunner, Runner
 from .host.threads import worker_count
@@ -42,7 +42,7 @@ NumPy's files know no bfloat16: numpy.savez writes such an array as two-byte voi
 is read here as bfloat16, and a bfloat16 result is written the same way, to be read by
 numpy.load("OUT.npz")["out"].view(ml_dtypes.bfloat16)."""
 
-_TARGET_HELP = "cuflash-host, jax, torch, scipy, cupyx or package.module:callable"
+_TARGET_HELP = "cuflash-host, cuflash-jax, jax, torch, scipy, cupyx or package.module:callable"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,11 +52,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"cuflash: error: {message} (see {self.prog} --help)\n")
 
 
-def _runner(engine: str) -> Runner:
+def engine_at_hand(engine: str) -> str:
+    """Return "host" or "device" for the value of ``--engine``; ValueError if it is not there."""
     obstacle = None if engine == "host" else _device_obstacle()
     if engine == "device" and obstacle:
         raise ValueError(f"--engine device: {obstacle}")
-    return HostRunner() if engine == "host" or obstacle else DeviceRunner(_cupy())
+    return "host" if engine == "host" or obstacle else "device"
+
+
+def _runner(engine: str) -> Runner:
+    return HostRunner() if engine_at_hand(engine) == "host" else DeviceRunner(_cupy())
 
 
 def _device_obstacle() -> str | None:
@@ -97,6 +102,9 @@ def _info(args: argparse.Namespace) -> None:
         return
     if args.device_like:
         raise ValueError("--device-like goes with --softmax and --attention")
+    if args.measure:
+        _info_measured()
+        return
     obstacle = _device_obstacle()
     lines = [
         ("cuflash", cuflash.__version__),
@@ -113,6 +121,16 @@ def _info(args: argparse.Namespace) -> None:
     ]
     for name, value in lines:
         print(f"{name:13}{value}")
+
+
+def _info_measured() -> None:
+    from .bench import machine, quick, rows
+
+    engine = engine_at_hand("auto")
+    there = _bench.machine_of(engine)
+    found = quick.ceiling_rows(machine.measure(there, told=lambda name: None))
+    print(f"what {there.environment()['machine']} reaches, by the {engine} engine")
+    print(rows.table(found))
 
 
 def _info_softmax(args: argparse.Namespace) -> None:
@@ -364,6 +382,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHAPE",
         help="which kernel for q, k and v, such as 2,16,4096,128 (k and v like q), and why",
     )
+    asked.add_argument(
+        "--measure",
+        action="store_true",
+        help="the ceilings of the roofline, measured: a copy, products by dtype, a launch",
+    )
     info.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the rows, or of q")
     info.add_argument(
         "--device-like", metavar="GPU", help="ask about a GPU that is not here: h200 or t4"
@@ -402,6 +425,7 @@ def _parser() -> argparse.ArgumentParser:
     softmax.add_argument("--log", action="store_true", help="log_softmax")
     softmax.set_defaults(run=_softmax)
 
+    _bench.add_command(commands, engine)
     _plots.add_command(commands)
     fuzz = commands.add_parser("fuzz", help="hold an attention or softmax to what must hold")
     fuzz.add_argument("target", metavar="TARGET", help=_TARGET_HELP)

@@ -16,6 +16,13 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from .problem import AttentionArrays, AttentionProblem, SoftmaxProblem
+from .problem_fused import (
+    Dropout,
+    LayerNormArrays,
+    LayerNormGrads,
+    LayerNormProblem,
+    MatmulProblem,
+)
 from .problem_vjp import AttentionGrads, AttentionResults, AttentionVjpProblem
 
 #: What each engine can run besides "auto".
@@ -87,6 +94,49 @@ class Engine(Protocol):
         self, problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any
     ) -> None:
         """Fill `out` and `lse` by the plain formula, all scores in memory."""
+
+    def scores_fused_attention(
+        self, problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any
+    ) -> None:
+        """Fill `out` and `lse`, all weights in memory, all scores not."""
+
+    def matmul_bias_activation(
+        self, problem: MatmulProblem, a: Any, b: Any, bias: Any, out: Any
+    ) -> None:
+        """Fill `out` with activation(a @ b + bias)."""
+
+    def dropout_bias_layer_norm(
+        self,
+        problem: LayerNormProblem,
+        dropout: Dropout,
+        arrays: LayerNormArrays,
+        y: Any,
+        mean: Any,
+        rstd: Any,
+    ) -> None:
+        """Fill `y` and, unless None, `mean` and `rstd`; all lie in C order."""
+
+    def dropout_bias_layer_norm_vjp(
+        self,
+        problem: LayerNormProblem,
+        dropout: Dropout,
+        arrays: LayerNormArrays,
+        grads: LayerNormGrads,
+    ) -> None:
+        """Fill the gradients, which lie in C order; `dresidual` is None without a residual."""
+
+    def unfused_softmax(self, x: Any, y: Any) -> None:
+        """Fill `y`, in C order, with the softmax over the last axis, a pass for each operation."""
+
+    def unfused_matmul_bias_activation(
+        self, problem: MatmulProblem, a: Any, b: Any, bias: Any, out: Any
+    ) -> None:
+        """Do what `matmul_bias_activation` does, a pass for each operation."""
+
+    def unfused_dropout_bias_layer_norm(
+        self, problem: LayerNormProblem, dropout: Dropout, arrays: LayerNormArrays, y: Any
+    ) -> None:
+        """Do what `dropout_bias_layer_norm` does, a pass for each operation."""
 
     def softmax(
         self, problem: SoftmaxProblem, inputs: Sequence[Any], where: Any, outputs: Sequence[Any]

@@ -140,7 +140,7 @@ def _from_jax(name: str, x: Any) -> tuple[Home, Any]:
     jax = sys.modules["jax"]
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
-            f"{name} is a JAX tracer; this function takes arrays and cannot run inside jit or vmap"
+            f"{name} is a JAX tracer; inside jit, grad or vmap use the functions of cuflash.jax"
         )
     devices = x.devices()
     if len(devices) != 1:

@@ -1,5 +1,6 @@
 """Settings and fixtures of the whole suite."""
 
+import os
 import zlib
 
 import numpy as np
@@ -8,6 +9,11 @@ from hypothesis import HealthCheck, settings
 
 from cuflash.bench import device, peers, problems, rows, timing
 from tests import gpu_record
+
+# Several devices of the CPU for JAX, which reads this when its first array is made.
+os.environ["XLA_FLAGS"] = " ".join(
+    [*os.environ.get("XLA_FLAGS", "").split(), "--xla_force_host_platform_device_count=8"]
+)
 
 # ci: the same examples in every run, so that a failure is the change's own.
 # dev, thorough: new examples in every run; choose one by --hypothesis-profile.

@@ -25,8 +25,14 @@ HOST_SOFTMAX, HOST_ONLINE = "cuflash/host/softmax.py", "cuflash/host/online.py"
 SIMT, SCORE = "kernels/attention/forward_simt.cu", "kernels/lib/score.cuh"
 COMBINE, DECODE = "kernels/attention/combine.cu", "kernels/attention/decode_mma.cu"
 PAIRS, BACKWARD = "kernels/attention/backward.cuh", "kernels/attention/backward_simt.cu"
+MMA_STEPS = "kernels/attention/backward_mma.cuh"
 ROWS, ONLINE = "kernels/softmax/rows.cuh", "kernels/softmax/online.cuh"
 STATE = "kernels/lib/online_softmax.cuh"
+HOST_FUSED, PHILOX = "cuflash/host/fused.py", "kernels/lib/philox.cuh"
+NORM, NORM_ROWS = "kernels/fused/layer_norm.cu", "kernels/fused/rows.cuh"
+NORM_VJP = "kernels/fused/layer_norm_backward.cu"
+MATMUL_MMA, MATMUL_SIMT = "kernels/fused/matmul_mma.cu", "kernels/fused/matmul_simt.cu"
+SCORES_MMA = "kernels/baselines/scores_mma.cu"
 
 HOST_LAWS = "tests/host/test_attention_properties.py::test_small_tiles"
 HOST_VJP_LAWS = "tests/host/test_attention_vjp_properties.py::test_small_tiles"
@@ -36,11 +42,16 @@ HOST_VJP_MEMORY = (
 HOST_CASE = "tests/host/test_cases.py::test_case"
 HOST_LENGTHS = "tests/host/test_softmax.py::test_each_method_is_exact_at_every_length"
 CUDA_VJP_TILES = "tests/host_cuda/test_attention_vjp.py::test_nothing_planted"
+CUDA_VJP_MMA = "tests/host_cuda/test_attention_vjp_mma.py::test_nothing_planted"
 CUDA_LAWS = "tests/host_cuda/test_attention.py::test_property"
 CUDA_TILES = "tests/host_cuda/test_attention.py::test_nothing_planted"
 CUDA_CASE = "tests/host_cuda/test_attention.py::test_case"
 CUDA_DECODE = "tests/host_cuda/test_decode_mma.py::test_nothing_planted"
 CUDA_SOFTMAX = "tests/host_cuda/test_softmax.py"
+JAX_CALLS, JAX_OPS, JAX_HOST = "cuflash/jax/calls.py", "cuflash/jax/ops.py", "cuflash/jax/host.py"
+JAX_DEVICE, JAX_ABI = "cuflash/jax/device.py", "cuflash/jax/ffi_abi.py"
+JAX_ATTENTION, JAX_EMULATED = "tests/jax/test_attention.py", "tests/jax/test_device.py"
+HOST_CHAINS, CUDA_CHAINS = "tests/host/test_fused.py", "tests/host_cuda/test_fused.py"
 
 
 class Mutation(NamedTuple):
@@ -207,8 +218,8 @@ MUTATIONS = [
     Mutation(
         "kernel: running maximum poisoned by a 0",
         SIMT,
-        "state[i] = {sink ? block.score.sink : -infinity<A>(),",
-        "state[i] = {sink ? block.score.sink : A(0),",
+        "state[i] = {sink, counts",
+        "state[i] = {maximum(sink, A(0)), counts",
         f"{CUDA_CASE}[case_13]",
     ),
     Mutation(
@@ -313,6 +324,20 @@ MUTATIONS = [
         CUDA_VJP_TILES,
     ),
     Mutation(
+        "gradient on tensor cores: delta left out",
+        MMA_STEPS,
+        "(flow - state.delta);",
+        "flow;",
+        CUDA_VJP_MMA,
+    ),
+    Mutation(
+        "gradient on tensor cores: sums of dq not cleared",
+        "kernels/attention/backward_mma.cu",
+        "first[i] = make_float4(0, 0, 0, 0);",
+        ";",
+        CUDA_VJP_MMA,
+    ),
+    Mutation(
         "softmax kernel: a stack array of 4096 columns",
         ROWS,
         "column < p.columns; column += step)",
@@ -332,6 +357,163 @@ MUTATIONS = [
         "add(relative_to(united), other.relative_to(united))",
         "add(relative_to(united), other.l)",
         "tests/host_cuda/test_online_softmax.py::test_merge_is_a_commutative_monoid",
+    ),
+    # ------------------------------------------------------------------------ inside JAX
+    Mutation(
+        "JAX: axes behind a vmapped one not moved",
+        JAX_CALLS,
+        "a if a is None or a < axis else a + 1",
+        "a if a is None or a <= axis else a + 1",
+        f"{JAX_ATTENTION}::test_vmap_of_any_axis_is_a_loop",
+    ),
+    Mutation(
+        "JAX: cotangent of lse dropped",
+        JAX_OPS,
+        "if not isinstance(dlse, SymbolicZero):",
+        "if False:",
+        f"{JAX_ATTENTION}::test_a_cotangent_that_is_zero_is_not_read",
+    ),
+    Mutation(
+        "JAX: gradients that nobody asked for",
+        JAX_OPS,
+        "if asked and name in _GRADIENT_OF",
+        "if name in _GRADIENT_OF",
+        f"{JAX_ATTENTION}::test_only_what_is_differentiated_is_computed",
+    ),
+    Mutation(
+        "JAX: what devices share not told from what they have",
+        JAX_OPS,
+        "tuple(sorted(everywhere - mine, key=str))",
+        "()",
+        f"{JAX_ATTENTION}::test_shard_map_over_batch_and_heads",
+    ),
+    Mutation(
+        "JAX: lengths not looked at",
+        JAX_HOST,
+        "        _check_lengths(call, arrays)\n",
+        "        pass\n",
+        f"{JAX_ATTENTION}::test_values_of_lengths",
+    ),
+    Mutation(
+        "JAX: not on the stream of the call",
+        JAX_DEVICE,
+        "self.device, self.stream = device, _Stream(stream)",
+        "self.device, self.stream = device, _Stream(0)",
+        f"{JAX_EMULATED}::test_forward",
+    ),
+    Mutation(
+        "JAX: sums of gradients in 16 bits",
+        JAX_OPS,
+        """return operand._replace(dtype="float32") if""",
+        """return operand if""",
+        f"{JAX_EMULATED}::test_gradients_of_16_bits_that_are_added_up_are_float32",
+    ),
+    Mutation(
+        "JAX: an exception that XLA does not see",
+        JAX_ABI,
+        "return _error(frame, error)",
+        "return None",
+        "tests/jax/test_ffi_abi.py::test_an_exception_becomes_an_error",
+    ),
+    # ------------------------------------------------------------------------ fused chains
+    Mutation(
+        "dropout: key of the first round in all rounds",
+        HOST_FUSED,
+        "(key + turn * step) & 0xFFFFFFFF",
+        "(key + 0 * step) & 0xFFFFFFFF",
+        f"{HOST_CHAINS}::test_layer_norm[mask_is_the_oracles]",
+    ),
+    Mutation(
+        "LayerNorm: variance about 0",
+        HOST_FUSED,
+        "    z -= mean\n    variance",
+        "    variance",
+        f"{HOST_CHAINS}::test_layer_norm[matches_oracle]",
+    ),
+    Mutation(
+        "LayerNorm gradients: dx not dropped",
+        HOST_FUSED,
+        "dx = rows.drop(dz, box)",
+        "dx = dz.copy()",
+        f"{HOST_CHAINS}::test_layer_norm[vjp_matches_oracle]",
+    ),
+    Mutation(
+        "product: bias after the activation",
+        HOST_FUSED,
+        "                product += shift\n"
+        "                out[index][part] = ACTIVATIONS[problem.activation](product)",
+        "                out[index][part] = ACTIVATIONS[problem.activation](product) + shift",
+        f"{HOST_CHAINS}::test_matmul[matches_oracle]",
+    ),
+    Mutation(
+        "dropout kernel: odd lanes of a row that begins within an octet",
+        PHILOX,
+        "words[w] >> 16 | words[w + 1] << 16",
+        "words[w + 1] >> 16 | words[w + 1] << 16",
+        f"{CUDA_CHAINS}::test_dropout_by_any_first_element",
+    ),
+    Mutation(
+        "dropout kernel: the element at the threshold dropped",
+        PHILOX,
+        "(threshold << 16) - 1 : 0",
+        "(threshold << 16) + 0xffff : 0",
+        f"{CUDA_CHAINS}::test_the_element_at_the_threshold_is_kept",
+    ),
+    Mutation(
+        "LayerNorm kernel: rows read before they arrive",
+        NORM,
+        "wait_for_copies<kStages - 1>();",
+        "",
+        f"{CUDA_CHAINS}::test_layer_norm_of_long_rows",
+    ),
+    Mutation(
+        "LayerNorm kernel: sums of the first warp alone",
+        NORM_ROWS,
+        "        within_warp(values, warps);\n",
+        "",
+        f"{CUDA_CHAINS}::test_layer_norm_of_long_rows",
+    ),
+    Mutation(
+        "LayerNorm gradient kernel: the second row of a pair not summed",
+        NORM_VJP,
+        "sums[kBias][i][e] += dz[e];",
+        "sums[kBias][i][e] += r ? A(0) : dz[e];",
+        f"{CUDA_CHAINS}::test_layer_norm_of_long_rows",
+    ),
+    Mutation(
+        "product kernel: the last terms not fetched",
+        MATMUL_MMA,
+        "(p.depth + Shape::kDepth - 1) / Shape::kDepth",
+        "p.depth / Shape::kDepth",
+        f"{CUDA_CHAINS}::test_matmul_of_several_tiles",
+    ),
+    Mutation(
+        "product kernel: a warp stores rows of the next",
+        MATMUL_MMA,
+        "min(rows - warp_row, Shape::kWarpRows)",
+        "rows - warp_row",
+        "tests/host_cuda/test_baselines.py::test_columns_that_are_no_chunks",
+    ),
+    Mutation(
+        "plain product kernel: bias of the tile's first column",
+        MATMUL_SIMT,
+        "static_cast<const T*>(p.bias)[first_column + at]",
+        "static_cast<const T*>(p.bias)[first_column]",
+        f"{CUDA_CHAINS}::test_matmul",
+    ),
+    Mutation(
+        "half of attention: a NaN anywhere changes how every row is computed",
+        "cuflash/device/baselines.py",
+        "    out[...] = np.where(np.isfinite(both[1]), *both).astype(problem.dtype)\n",
+        "    out[...] = seen\n",
+        "tests/host_cuda/test_baselines.py::test_rows_that_do_not_see_nan_keep_their_bits",
+    ),
+    Mutation(
+        "half of attention: sinks left out of the sums",
+        SCORES_MMA,
+        "state[i].begin(block.score.sink, lane % 4 == 0)",
+        "state[i].begin(-infinity<float>(), lane % 4 == 0)",
+        "tests/host_cuda/test_baselines.py::test_each_width_of_heads",
     ),
 ]
 

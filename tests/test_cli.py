@@ -401,6 +401,21 @@ def test_the_kernel_of_an_attention(
     assert not taken or re.search(rf"^{taken} +taken$", out, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "taken"), [("t4", "bfloat16", "simt"), ("h200", "float32", "simt")]
+)
+def test_the_family_of_its_gradients(
+    device: str, dtype: str, taken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cupy")
+    ask = ["info", "--dtype", dtype, "--device-like", device, "--attention", "2,16,4096,128"]
+    assert main(ask) == 0
+    gradients = capsys.readouterr().out.partition("gradients of q, k and v")[2]
+    assert re.search(rf"^ +{taken} +taken$", gradients, re.MULTILINE)
+    assert re.search(r"^ +mma +needs ", gradients, re.MULTILINE)
+    assert "row_deltas" in gradients
+
+
 def test_shapes_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("cupy")
     ask = ["info", "--device-like", "h200", "--attention"]

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -13,14 +14,16 @@ import pytest
 import cuflash
 
 # device/ and jax/ import their library, which need not be there.
+JAX = [importlib.import_module("cuflash.jax")] if importlib.util.find_spec("jax") else []
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(cuflash.__path__, "cuflash.")
     if not re.match(r"cuflash\.(device|jax|__main__)\b", module.name)
+    or (JAX and re.match(r"cuflash\.jax\._", module.name))
 )
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (cuflash, cuflash.analysis, cuflash.baselines)
+    for module in (cuflash, cuflash.analysis, cuflash.baselines, cuflash.fused, *JAX)
     for name in module.__all__
     if callable(getattr(module, name))
 }

@@ -542,7 +542,7 @@ class TestJax:
             return flash_attention(a, a, a)
 
         for transform in (jax.jit, lambda f: jax.grad(lambda a: f(a).sum())):
-            with pytest.raises(TypeError, match=r"^q is a JAX tracer.*jit or vmap"):
+            with pytest.raises(TypeError, match=r"^q is a JAX tracer.*use.* cuflash\.jax"):
                 transform(attend)(x)
         with pytest.raises(TypeError, match=r"^out is a JAX array, which cannot be written"):
             flash_attention(x, x, x, out=jax.numpy.zeros((3, 4)))

@@ -182,3 +182,18 @@ def matmul(dtype: str) -> Call:
     name = "float16" if dtype == "bfloat16" else dtype
     a, b = normal((2, MATMUL_SIZE, MATMUL_SIZE), name, seed=0)
     return lambda: cupy.matmul(a, b)
+
+
+def idle() -> Call:
+    """Return the launch of a kernel that does nothing: what lies between two launches."""
+    import cupy
+
+    kernel = cupy.RawKernel('extern "C" __global__ void idle() {}', "idle")
+    return lambda: kernel((1,), (32,), ())
+
+
+def memory() -> int:
+    """Return the bytes of the current device."""
+    import cupy
+
+    return int(cupy.cuda.Device().mem_info[1])

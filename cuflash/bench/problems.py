@@ -189,6 +189,62 @@ def softmax_share(operation: str, dtype: str, n: int, axis: int = -1) -> float |
 OVER_FUSED_LENGTH = 4096
 OVER_FUSED = {"naive": (1.7, 2.3), "online": (1.0, 1.5)}
 
+
+class Product(NamedTuple):
+    """A matrix product (m, k) by (k, n) with bias and ReLU."""
+
+    m: int
+    k: int
+    n: int
+    dtype: str = "bfloat16"
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the product alone."""
+        return 2.0 * self.m * self.k * self.n
+
+
+class Norm(NamedTuple):
+    """Dropout of x + bias, then LayerNorm, of x with this shape."""
+
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+    backward: bool = False
+
+    @property
+    def trips(self) -> int:
+        """Operands as large as x, results included."""
+        return 3 if self.backward else 2
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of them."""
+        return self.trips * math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+#: The products of transformers: deep, where arithmetic is the wall, and shallow, where writing is.
+PRODUCTS = (
+    Product(8192, 4096, 4096),
+    Product(65536, 256, 4096),
+    Product(65536, 64, 4096),
+    Product(8192, 4096, 4096, "float16"),
+    Product(4096, 4096, 4096, "float32"),
+    Product(4096, 4096, 4096, "float64"),
+)
+#: The first is the source's own: 268 MB an activation.
+NORMS = (
+    Norm((8, 4096, 4096)),
+    Norm((8, 4096, 4096), backward=True),
+    Norm((8, 4096, 4096), "float32"),
+    Norm((65536, 768)),
+    Norm((16384, 8192)),
+)
+#: Least share of the copy's rate, of two trips at the source's shape.
+NORM_SHARE = 0.93
+#: Least speed of a product with its epilogue over the product alone by cuBLAS, in 16 bits at the
+#: first shape, and over cuBLASLt's own epilogue at all of these.
+OVER_PRODUCT, OVER_EPILOGUE = 0.80, 0.80
+
 #: Row lengths at which online's second read leaves the L2 cache of an H200.
 ONLINE_FADES = (4096, 16384, 65536, 2**18)
 

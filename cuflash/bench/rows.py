@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import datetime
+import html
+import io
 import platform
 import re
 import shutil
@@ -230,14 +232,31 @@ def write_rows(
     """
     path = result_path(folder, subject, environment["machine"])
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(csv_text(rows, environment, kept), encoding="utf-8", newline="")
+    return path
+
+
+def csv_text(rows: Sequence[Row], environment: Mapping[str, str], kept: Sequence[Row] = ()) -> str:
+    """Return what `write_rows` writes."""
     complete = [*kept, *({**row, **environment} for row in rows)]
     columns = list(dict.fromkeys(column for row in [*rows, *complete] for column in row))
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        for row in complete:
-            writer.writerow({name: _text(value) for name, value in row.items()})
-    return path
+    file = io.StringIO()
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writeheader()
+    for row in complete:
+        writer.writerow({name: _text(value) for name, value in row.items()})
+    return file.getvalue()
+
+
+def html_table(rows: Iterable[Row]) -> str:
+    """Lay rows of the same columns out as a table of HTML."""
+    cells = [{name: _text(value) for name, value in row.items()} for row in rows]
+    lines = [("th", list(cells[0])), *(("td", list(cell.values())) for cell in cells)]
+    text = [
+        f"<tr>{''.join(f'<{tag}>{html.escape(value)}</{tag}>' for value in line)}</tr>"
+        for tag, line in lines
+    ]
+    return "<table>\n{}\n</table>".format("\n".join(text))
 
 
 def markdown(rows: Iterable[Row]) -> str:

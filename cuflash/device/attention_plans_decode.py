@@ -32,6 +32,16 @@ class DecodeTile:
     queries_held: bool
     blocks: int
 
+    def __post_init__(self) -> None:
+        """Refuse what the kernel cannot be compiled for."""
+        for name in ("slice_keys", "features", "values"):
+            size = getattr(self, name)
+            if size < 16 or size % 16:
+                raise ValueError(f"{name} must be a positive multiple of 16, got {size}")
+        for name, least, most in (("warps", 3, 32), ("stages", 2, 8), ("blocks", 1, 32)):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must lie in {least}..{most}, got {getattr(self, name)}")
+
     @property
     def queries(self) -> int:
         """Query rows of a block."""

@@ -105,8 +105,12 @@ MMA_TILES = (
     ),
     MmaChoice(math.inf, 64, 64, True, MmaTile(2, 4, 64, 64, 64, True, 2), "as for 32 features"),
     MmaChoice(
-        math.inf, 96, 96, True, MmaTile(2, 4, 64, 96, 96, False, 2),
+        math.inf, 96, 96, False, MmaTile(2, 4, 64, 96, 96, False, 2),
         "the sums of 32 rows leave no registers to hold queries in",
+    ),
+    MmaChoice(
+        math.inf, 96, 96, True, MmaTile(2, 4, 32, 96, 96, False, 2),
+        "half the keys: registers for steps",
     ),
     MmaChoice(
         math.inf, 128, 128, False, MmaTile(2, 4, 64, 128, 128, False, 2), "as above"
@@ -137,11 +141,12 @@ _SINGLE_STEPS = {
     "alibi_slopes": "AlibiScore",
     "mask": "MaskScore",
 }
+#: Those that come after the scale, which is thus never folded into the exponent.
+_SCALED_STEPS = ("softcap", "bias")
 #: The widest heads there is a tile for.
 WIDEST = 256
 #: Shared memory of a block that is not its own dynamic one: 1 KB of the system, and `BlockWork`.
 _RESERVED_SHARED = 2048
-#: Scales that can be folded into the base-2 exponent without overflow or loss.
 _FOLDABLE = (2.0**-64, 2.0**64)
 
 
@@ -159,10 +164,16 @@ def mma_obstacle(problem: AttentionProblem, limits: DeviceLimits) -> str | None:
 def mma_score(problem: AttentionProblem, score: str) -> str:
     """Return the score pipeline, given the least of those that every family has."""
     steps = [name for name in _SINGLE_STEPS if getattr(problem, name) is not None]
-    if len(steps) == 1:
+    foldable = is_foldable(problem.scale)
+    if len(steps) == 1 and (foldable or steps[0] in _SCALED_STEPS):
         return _SINGLE_STEPS[steps[0]]
+    return score if foldable else "FullScore"  # other scales are a step
+
+
+def is_foldable(scale: float) -> bool:
+    """Tell whether a scale can be folded into the base-2 exponent without overflow or loss."""
     least, most = _FOLDABLE
-    return score if least <= problem.scale <= most else "FullScore"  # other scales are a step
+    return least <= scale <= most
 
 
 def mma_tile(problem: AttentionProblem, score: str, limits: DeviceLimits) -> MmaTile:

@@ -18,32 +18,34 @@ from .plans import C_TYPES
 from .tensor_map import ALIGNMENT, AXES, TensorMap, encode
 
 #: A struct of maps begins, and ends, at a multiple of this.
-_STRUCT_ALIGNMENT = 64
-_MAP_WORDS = 16
+STRUCT_ALIGNMENT = 64
+#: 8-byte words of a map.
+MAP_WORDS = 16
 #: Operands that have a map, in the order of the parameter block, and where they are among the
 #: pointers of a plan.
 _MAPPED = ("q", "k", "v", "out")
 
 
-def _padded_block() -> ParameterBlock:
-    fields: dict[str, Any] = {
-        **{name: (np.int64, (_MAP_WORDS,)) for name in _MAPPED},
-        "attention": ATTENTION_PARAMETERS,
-        "tiles": np.int64,
-        "out_by_map": np.int32,
-    }
-    size = ParameterBlock("", fields).dtype.itemsize
-    if size % _STRUCT_ALIGNMENT:
-        fields["padding"] = (np.int64, ((_STRUCT_ALIGNMENT - size % _STRUCT_ALIGNMENT) // 8,))
-    return ParameterBlock("cuflash::WgmmaParameters", fields)
+def mapped_block(c_name: str, maps: Sequence[str], fields: dict[str, Any]) -> ParameterBlock:
+    """Declare a struct of tensor maps and other members."""
+    members: dict[str, Any] = {**{name: (np.int64, (MAP_WORDS,)) for name in maps}, **fields}
+    size = ParameterBlock("", members).dtype.itemsize
+    if size % STRUCT_ALIGNMENT:
+        padding = (STRUCT_ALIGNMENT - size % STRUCT_ALIGNMENT) // 8
+        members["padding"] = (np.int64, (padding,))
+    return ParameterBlock(c_name, members)
 
 
-WGMMA_PARAMETERS = _padded_block()
+WGMMA_PARAMETERS = mapped_block(
+    "cuflash::WgmmaParameters",
+    _MAPPED,
+    {"attention": ATTENTION_PARAMETERS, "tiles": np.int64, "out_by_map": np.int32},
+)
 
 #: Keys of a tile, by its width, for which `lib/ptx_wgmma.cuh` has the products.
 _KEYS_BY_WIDTH = {64: (64, 128), 128: (128,), 256: (80,)}
 #: Most shared memory of a block of Hopper.
-_SHARED_BYTES = 227 << 10
+SHARED_BYTES = 227 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,10 @@ class WgmmaTile:
         for name in ("stages", "query_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.shared_bytes > _SHARED_BYTES:
+        if self.shared_bytes > SHARED_BYTES:
             raise ValueError(
                 f"a block needs {self.shared_bytes} bytes of shared memory; "
-                f"there are {_SHARED_BYTES}"
+                f"there are {SHARED_BYTES}"
             )
 
     @property
@@ -172,12 +174,12 @@ def wgmma_obstacle(problem: AttentionProblem, score: str, limits: DeviceLimits) 
     if wgmma_score(problem, score) is None:
         return "has no kernel for options that change scores"
     for name in ("q", "k", "v"):
-        if not _has_map(getattr(problem, name)):
+        if not has_map(getattr(problem, name)):
             return f"cannot fetch {name} by TMA: rows end to end, all else in steps of 16 bytes"
     return None
 
 
-def _has_map(spec: ArraySpec) -> bool:
+def has_map(spec: ArraySpec) -> bool:
     """Tell whether TMA can read an array: rows end to end, all else in steps of 16 bytes."""
     if 0 in spec.shape:
         return True
@@ -232,7 +234,7 @@ class Maps(NamedTuple):
         """Write the maps of operands at these addresses into a parameter block; return it."""
         words = block.view(np.int64)
         for i, (tensor, place) in enumerate(zip(self.tensors, self.places, strict=True)):
-            words[i * _MAP_WORDS : (i + 1) * _MAP_WORDS] = encode(tensor, pointers[place])
+            words[i * MAP_WORDS : (i + 1) * MAP_WORDS] = encode(tensor, pointers[place])
         return block
 
 
@@ -254,19 +256,20 @@ def plan_maps(
     operands = [problem.q, problem.k, problem.v] + ([] if out is None else [out])
     rows = (tile.queries, tile.keys, tile.keys, 16)
     for spec, place, box_rows in zip(operands, places, rows, strict=False):
-        itemsize = spec.dtype.itemsize
-        batch = [
-            (size, stride * itemsize)
-            for size, stride in zip(axes.sizes, axes.strides[place], strict=True)
-        ]
-        step = spec.strides[-2] if spec.shape[-2] > 1 else ALIGNMENT
-        columns, tokens = spec.shape[-1], spec.shape[-2]
-        tensors.append(TensorMap.of(spec.dtype, columns, tokens, step, batch, box_rows))
+        tensors.append(map_of(spec, axes.sizes, axes.strides[place], box_rows))
     return Maps(tuple(tensors), tuple(places[: len(tensors)]))
+
+
+def map_of(
+    spec: ArraySpec, sizes: Sequence[int], strides: Sequence[int], box_rows: int
+) -> TensorMap:
+    """Return the map of an operand that takes these steps, in elements, along the batch axes."""
+    itemsize = spec.dtype.itemsize
+    batch = [(size, stride * itemsize) for size, stride in zip(sizes, strides, strict=True)]
+    step = spec.strides[-2] if spec.shape[-2] > 1 else ALIGNMENT
+    return TensorMap.of(spec.dtype, spec.shape[-1], spec.shape[-2], step, batch, box_rows)
 
 
 def out_has_map(problem: AttentionProblem, out: ArraySpec, splits: int) -> bool:
     """Tell whether results can leave by TMA: whole rows of a batch entry, already rounded."""
-    return (
-        splits == 1 and problem.sequences is None and out.dtype == problem.dtype and _has_map(out)
-    )
+    return splits == 1 and problem.sequences is None and out.dtype == problem.dtype and has_map(out)

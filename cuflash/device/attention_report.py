@@ -1,18 +1,21 @@
-"""What `auto` takes for an attention problem on a device, and why: for ``cuflash info``."""
+"""What `auto` takes for an attention problem and its gradients, and why: for ``cuflash info``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ..problem import ArraySpec, AttentionProblem, accumulator, c_strides
+from ..problem_vjp import AttentionGrads, AttentionResults, AttentionVjpProblem
 from .attention_plans import SIMT_TILES, attention_obstacles, plan_attention
 from .attention_plans_decode import DECODE_TILES
 from .attention_plans_mma import MMA_TILES
 from .attention_plans_wgmma import WGMMA_TILES
+from .attention_vjp_plans import attention_vjp_obstacles, plan_attention_vjp
 from .executor import DeviceLimits
 
 
@@ -21,9 +24,7 @@ def report(problem: AttentionProblem, limits: DeviceLimits) -> Iterator[str]:
     out = _dense(problem.out_shape, problem.dtype)
     lse = _dense(problem.lse_shape, accumulator(problem.dtype))
     plan = plan_attention(problem, out, lse, limits)
-    for method, obstacle in attention_obstacles(problem, limits).items():
-        taken = "taken" if method == plan.method else "could run it, more slowly"
-        yield f"{method:8}{obstacle or taken}"
+    yield from _families(attention_obstacles(problem, limits), plan.method)
     if plan.forward is None:
         yield "there is nothing to write: no kernel runs"
         return
@@ -39,6 +40,33 @@ def report(problem: AttentionProblem, limits: DeviceLimits) -> Iterator[str]:
     else:
         yield f"keys    in {plan.splits} shares, merged by {plan.combine.kernel.expression}"
     yield f"memory  {plan.workspace} bytes of workspace beside out and lse"
+    yield ""
+    yield "gradients of q, k and v"
+    for line in _gradients(problem, out, lse, limits):
+        yield f"    {line}"
+
+
+def _gradients(
+    problem: AttentionProblem, out: ArraySpec, lse: ArraySpec, limits: DeviceLimits
+) -> Iterator[str]:
+    vjp = AttentionVjpProblem(
+        forward=replace(problem, num_splits=None),
+        results=AttentionResults(out, out, lse),
+        grads=AttentionGrads(problem.q, problem.k, problem.v),
+        deterministic=False,
+        method="auto",
+    )
+    plan = plan_attention_vjp(vjp, limits)
+    yield from _families(attention_vjp_obstacles(vjp, limits), plan.method)
+    for launch in chain.from_iterable(stage.kernels for stage in plan.stages):
+        yield f"kernel  {launch.kernel.source}: {launch.kernel.expression}, {launch.grid} blocks"
+    yield f"memory  {plan.workspace} bytes of workspace"
+
+
+def _families(obstacles: Mapping[str, str | None], taken: str) -> Iterator[str]:
+    for method, obstacle in obstacles.items():
+        able = "taken" if method == taken else "could run it, more slowly"
+        yield f"{method:8}{obstacle or able}"
 
 
 def _dense(shape: tuple[int, ...], dtype: np.dtype) -> ArraySpec:

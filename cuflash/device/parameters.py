@@ -97,7 +97,7 @@ VJP_PARAMETERS = ParameterBlock(
         "grid": GRID,
         **dict.fromkeys(("q", "k", "v"), BATCHED_ARRAY),
         **dict.fromkeys(("dout", "out", "lse", "dlse", "delta"), BATCHED_ARRAY),
-        **dict.fromkeys(("dq", "dk", "dv", "dbias", "dsinks"), BATCHED_ARRAY),
+        **dict.fromkeys(("dq", "dk", "dv", "dbias", "dsinks", "dq_sums"), BATCHED_ARRAY),
         "features": np.int64,
         "values": np.int64,
         "chunks": np.int32,
@@ -306,6 +306,7 @@ _MEMBERS = {
 #: Axes of an operand after those of the batch.
 _INNER_AXES = {
     **dict.fromkeys(("q", "k", "v", "mask", "bias", "out", "dout", "dq", "dk", "dv", "dbias"), 2),
+    "dq_sums": 2,
     **dict.fromkeys(("lse", "dlse", "delta"), 1),
 }
 #: Of packed sequences: what is one for each of them and none of the batch's.

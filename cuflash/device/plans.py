@@ -78,6 +78,23 @@ class SoftmaxPlan:
     workspaces: tuple[int, ...]
     workspace: int
 
+    def __post_init__(self) -> None:
+        """Refuse what would write past the parameter block, or launch what no device can run."""
+        places = sorted((*self.pointers, *self.workspaces))
+        ends = [*places[1:], len(self.block)]
+        if any(end - place < _POINTER.size for place, end in zip(places, ends, strict=False)):
+            raise ValueError(
+                f"pointers at {places} of a block of {len(self.block)} bytes have no room"
+            )
+        if self.workspace and not self.workspaces:
+            raise ValueError(f"nothing points to a workspace of {self.workspace} bytes")
+        for launch in self.launches:
+            if launch.grid < 1 or not 1 <= launch.block <= MAX_THREADS:
+                raise ValueError(
+                    f"a grid of {launch.grid} blocks of {launch.block} threads; there must be "
+                    f"blocks, of 1 to {MAX_THREADS}"
+                )
+
     @property
     def workspace_bytes(self) -> int:
         """Bytes that the launches need beside inputs and outputs."""

@@ -98,6 +98,19 @@ class ColumnTile:
     lanes: int
     blocks: int = 1
 
+    def __post_init__(self) -> None:
+        """Refuse what the kernels cannot be compiled for."""
+        for name in ("rows", "width", "lanes", "blocks"):
+            size = getattr(self, name)
+            if size < 1 or size & (size - 1):
+                raise ValueError(f"{name} must be a power of two, got {size}")
+        if self.held < 0 or self.blocks > max(CLUSTERS):
+            raise ValueError(f"held = {self.held}, blocks = {self.blocks}: no such tile")
+        if not WARP <= self.width * self.lanes <= MAX_THREADS:
+            raise ValueError(
+                f"{self.width} x {self.lanes} threads; a block has {WARP} to {MAX_THREADS}"
+            )
+
     def columns(self, limits: DeviceLimits) -> float:
         """Return the most columns of rows that the tile can take on a device."""
         blocks = min(self.blocks, limits.cluster_blocks)

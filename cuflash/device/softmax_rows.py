@@ -102,6 +102,18 @@ class Rows:
     kept: _Axes
     reduced: _Axes
 
+    def __post_init__(self) -> None:
+        """Refuse operands without strides, and axes without the operands' strides."""
+        for name, axes in (("kept", self.kept), ("reduced", self.reduced)):
+            counts = {len(axes.strides), len(self.roles), len(self.specs)}
+            if len(counts) > 1 or any(len(s) != len(axes.sizes) for s in axes.strides):
+                raise ValueError(
+                    f"{name}: {axes} are not the axes of {len(self.roles)} roles and "
+                    f"{len(self.specs)} operands"
+                )
+        if not set(self.full) <= set(self.roles):
+            raise ValueError(f"full: {self.full} are not among the roles {self.roles}")
+
     @property
     def rows(self) -> int:
         """Number of rows."""

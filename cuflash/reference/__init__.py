@@ -1,4 +1,4 @@
-"""The oracle: softmax and attention by brute force, to be read beside the formulas.
+"""The oracle: softmax, attention and fused chains by brute force, to be read beside the formulas.
 
 Operands are widened exactly to :data:`numpy.longdouble` (80-bit extended precision on x86, float64
 where the platform has nothing wider), the whole score matrix is built, and only the result is
@@ -19,6 +19,15 @@ from cuflash.reference._attention import (
     merge_attention,
     merge_attention_vjp,
 )
+from cuflash.reference._fused import (
+    LayerNormReferenceGrads,
+    LayerNormResult,
+    dropout_bias_layer_norm,
+    dropout_bias_layer_norm_vjp,
+    dropout_mask,
+    matmul_bias_activation,
+    philox,
+)
 from cuflash.reference._online import online_attention
 from cuflash.reference._softmax import (
     log_softmax,
@@ -31,6 +40,8 @@ from cuflash.reference._softmax import (
 from cuflash.reference._varlen import VarlenOptions, attention_varlen, attention_varlen_vjp
 
 __all__ = [
+    "LayerNormReferenceGrads",
+    "LayerNormResult",
     "ReferenceGrads",
     "ScoreOptions",
     "VarlenOptions",
@@ -40,13 +51,18 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_vjp",
     "attention_vjp",
+    "dropout_bias_layer_norm",
+    "dropout_bias_layer_norm_vjp",
+    "dropout_mask",
     "log_softmax",
     "log_softmax_vjp",
     "logsumexp",
     "logsumexp_vjp",
+    "matmul_bias_activation",
     "merge_attention",
     "merge_attention_vjp",
     "online_attention",
+    "philox",
     "softmax",
     "softmax_vjp",
 ]

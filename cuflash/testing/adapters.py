@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import cuflash
+from cuflash.problem_vjp import AttentionGrads
 from cuflash.testing import properties, softmax_properties
 from cuflash.testing.problems import Array, AttentionCase, Shape, SoftmaxCase
 from cuflash.testing.properties import ATTENTION_PROPERTIES
@@ -236,6 +237,70 @@ def jax_attention(
     return (out, lse) if return_lse else out
 
 
+def _sent(x: Any) -> Any:
+    """Return NumPy's arrays as JAX's, anything else as it is."""
+    import jax
+
+    if not isinstance(x, np.ndarray | np.inexact | np.bool):
+        return x
+    return jax.numpy.asarray(x.astype(x.dtype.newbyteorder("=")))
+
+
+def _in_jax(call: str, *operands: Any, **options: Any) -> Any:
+    """Call a function of `cuflash.jax` with NumPy arrays, and with float64."""
+    import jax
+
+    from cuflash import jax as functions
+
+    with jax.enable_x64(True):
+        named = {name: _sent(x) for name, x in options.items()}
+        results = getattr(functions, call)(*map(_sent, operands), **named)
+        return jax.tree.map(np.array, results)
+
+
+def _cuflash_jax_softmax(function: str) -> Callable[..., Any]:
+    def call(x: Array, axis: int | Shape | None = -1, where: Array | None = None) -> Any:
+        return _in_jax(function, x, axis, where=where)
+
+    return call
+
+
+def cuflash_jax_vjp(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    dlse: Array | None = None,
+    deterministic: bool = False,
+    **options: Any,
+) -> Any:
+    """Pull back through `cuflash.jax.flash_attention`, with the out and lse that it has made.
+
+    Takes and returns what `cuflash.flash_attention_vjp` does; dout is rounded to q's dtype.
+    """
+    import jax
+
+    from cuflash.jax import flash_attention
+
+    with jax.enable_x64(True):
+        options = {name: _sent(x) for name, x in options.items()}
+        operands = dict(zip("qkv", map(_sent, (q, k, v)), strict=True))
+        operands |= {name: options.pop(name) for name in ("bias", "sinks") if name in options}
+
+        def attend(operands: dict[str, Any]) -> Any:
+            return flash_attention(
+                **operands, **options, return_lse=dlse is not None, deterministic=deterministic
+            )
+
+        _, pull_back = jax.vjp(attend, operands)
+        cotangents = _sent(dout).astype(operands["q"].dtype)
+        (grads,) = pull_back(cotangents if dlse is None else (cotangents, _sent(dlse)))
+        return AttentionGrads(**{f"d{name}": np.array(x) for name, x in grads.items()})
+
+
 def _tensor(x: Array) -> Any:
     """Return a tensor that shares memory; PyTorch's NumPy bridge does not know bfloat16."""
     import torch
@@ -338,6 +403,18 @@ ADAPTERS: dict[str, dict[str, Adapter]] = {
     "cuflash-host": {
         "attention": adapt(cuflash.flash_attention, draws=_HOST_TILES),
         **{name: adapt(getattr(cuflash, name)) for name in SOFTMAX_NAMES},
+    },
+    "cuflash-jax": {
+        "attention": Adapter(
+            "attention",
+            partial(_in_jax, "flash_attention"),
+            frozenset(inspect.signature(cuflash.flash_attention).parameters)
+            - {"q", "k", "v", "out", "lse", "workspace"},
+            library="jax",
+            # JAX copies its inputs: layouts are not seen.
+            draws={"layouts": ("contiguous",), "max_tokens": 40, "max_features": 20},
+        ),
+        **_family(_cuflash_jax_softmax, "jax", layouts=("contiguous",)),
     },
     "jax": {
         "attention": adapt(

@@ -439,6 +439,11 @@ def _assert_close(name: str, actual: Any, expected: Expected, describe: Any, hin
             )
 
 
+def assert_close(name: str, actual: Any, expected: Expected, case: object) -> None:
+    """Assert that an array keeps its bound; the message names the case."""
+    _assert_close(name, actual, expected, lambda index: "", f"\n{case}")
+
+
 def assert_attention_close(
     out: Any,
     lse: Any,

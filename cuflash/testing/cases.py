@@ -333,6 +333,19 @@ def case_bias_hides_nothing(library: Library) -> None:
     _holds(np.isnan(out) == (np.arange(8) == 3), "not just the column of the NaN is NaN")
 
 
+def case_nonfinite_sink(library: Library) -> None:
+    """Make a sink NaN or +inf: its rows are NaN, those too that see no key, and no others."""
+    sinks = np.array([0.5, np.inf, np.nan, -np.inf], np.float32)
+    for dtype in ("float32", "bfloat16"):
+        k, v = (_normal(seed, 4, 70, 64, dtype=dtype) for seed in range(2))
+        for tq, options in ((80, {"causal": True}), (3, {"key_lengths": 0}), (3, {})):
+            q = _normal(2, 4, tq, 64, dtype=dtype)
+            out, lse = _attend(library, q, k, v, sinks=sinks, **options)
+            poisoned = np.array([False, True, True, False])
+            _holds(np.isnan(lse) == poisoned[:, None], f"lse with {sinks}: {lse}")
+            _holds(np.isnan(out) == poisoned[:, None, None], f"out with {sinks}: {out}")
+
+
 #: Every case, by the name it has in test reports.
 ALL_CASES: dict[str, Case] = {
     case.__name__: case
@@ -354,5 +367,6 @@ ALL_CASES: dict[str, Case] = {
         case_nan_key,
         case_uninitialised_cache,
         case_bias_hides_nothing,
+        case_nonfinite_sink,
     )
 }

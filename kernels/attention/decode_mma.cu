@@ -238,6 +238,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
             state[i].begin(has_sink ? score_of(i).sink : -infinity<float>(), lane % 4 == 0);
+        bool large = have_large(state);
 #pragma unroll
         for (int j = 0; j < Tile::kValueTiles; ++j)
 #pragma unroll
@@ -281,7 +282,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             const bool whole = slice >= whole_begin && slice < whole_end;
             if (Score::kPerPair || !whole)
                 change_scores<Tile, Score>(s, slices.key(slice), whole, score_of, row_of);
-            weigh_scores<Tile>(s, state, out, unit);
+            weigh_scores<Tile>(s, state, out, unit, large);
             add_values<T, Tile>(out, s, own_value + stage);
             stage = next(stage);
         }

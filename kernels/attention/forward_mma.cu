@@ -20,33 +20,34 @@
 
 namespace cuflash {
 
-// ----------------------------------------------------------------------------------- bookkeeping
+// Which tiles options have elements for, and where they lie; counted from the block's first tile.
+struct alignas(16) OptionTiles {
+    int inside_end;              // before it there are elements for all pairs
+    int past_end, future_begin;  // before, no key comes after a row; from then on, none before one
 
-// Which of a block's key tiles begin..end - 1 some row of a warp sees, and all rows see; counted
-// from the block's first tile.
-struct alignas(16) WarpTiles {
-    int begin, end, whole_begin, whole_end;
-    bool again;  // in the second turn over the keys
+    // Positions and distances below this are exact as floats, and so are their sums with columns.
+    static constexpr int64 kNear = 1 << 22;
+    static constexpr int kNever = 0x7fffffff;
 
     template <typename Score>
-    static __device__ __forceinline__ WarpTiles of(const Score& score, int64 first_row, int rows,
-                                                   const TileRange& tiles, int keys) {
-        const KeyRange any = score.range_of_any(first_row, first_row + rows);
-        const KeyRange all = score.range_of_all(first_row, first_row + rows);
-        const int begin = relative(any.first / keys, tiles);
-        return {begin, any.last < any.first ? begin : relative(any.last / keys + 1, tiles),
-                relative((all.first + keys - 1) / keys, tiles),
-                relative((all.last + 1) / keys, tiles), false};
+    static __device__ __forceinline__ OptionTiles of(const Score& score, int64 first_row, int rows,
+                                                     int64 end_row, const TileRange& tiles,
+                                                     int keys, int64 all_keys) {
+        const int64 first = score.position(first_row), last = first + rows - 1;
+        const bool inside =
+            score.has_tiles() && first_row + rows <= end_row && max(llabs(first), all_keys) < kNear;
+        auto relative = [&](int64 tile) {
+            return int(clamp(tile, tiles.begin, tiles.end) - tiles.begin);
+        };
+        // In a window distances may be as large as the scores that a row sees are small.
+        const bool left = score.bounds.left >= kUnlimited, right = score.bounds.right >= kUnlimited;
+        return {inside ? relative(all_keys / keys) : 0, left ? relative((first + 1) / keys) : 0,
+                right ? relative((last + keys - 1) / keys) : kNever};
     }
 
-    __device__ __forceinline__ bool has(int tile) const { return tile >= begin && tile < end; }
-    __device__ __forceinline__ bool has_whole(int tile) const {
-        return tile >= whole_begin && tile < whole_end;
-    }
-
-  private:
-    static __device__ __forceinline__ int relative(int64 tile, const TileRange& tiles) {
-        return int(clamp(tile, tiles.begin, tiles.end) - tiles.begin);
+    // Of keys and rows, as `change_pairs` has it.
+    __device__ __forceinline__ int side(int tile) const {
+        return tile < past_end ? 1 : tile >= future_begin ? -1 : 0;
     }
 };
 
@@ -77,16 +78,21 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     __shared__ WarpTiles tiles_of_warp[kThreads / 32];
     __shared__ unsigned damaged_rows[kThreads];  // bit i: NaN or inf in columns of row i
     WarpTiles& seen = tiles_of_warp[threadIdx.x / 32];
-    if (lane == 0)
-        seen = WarpTiles::of(block.score, block.first_row + warp_row, Tile::kWarpRows, block.tiles,
-                             kKeys);
+    __shared__ OptionTiles options_of_warp[kThreads / 32];
+    OptionTiles& options = options_of_warp[threadIdx.x / 32];
+    if (lane == 0) {
+        const int64 first = block.first_row + warp_row;
+        seen = WarpTiles::of(block.score, first, Tile::kWarpRows, block.tiles, kKeys);
+        options = OptionTiles::of(block.score, first, Tile::kWarpRows, block.end_row, block.tiles,
+                                  kKeys, p.score.keys);
+    }
     __syncwarp();
     // Tiles before this one are copied whole. What no row sees in the first of them is a key, and a
     // value that is not finite there is found in the end.
     const bool filled = has_aligned_rows(block.k) && has_aligned_rows(block.v) &&
                         p.features == kFeatures && p.values == kValues;
     const int whole_end = filled ? tiles - (block.any.last + 1 < block.tiles.end * kKeys) : 0;
-    const float unit = Score::kPerPair ? kLog2OfE : block.score.scale * kLog2OfE;
+    const float unit = Score::kScales ? kLog2OfE : block.score.scale * kLog2OfE;
 
     // Where a lane's rows of 8 x 8 matrices begin.
     const unsigned keys_at = here(shared_address(keys));
@@ -141,6 +147,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             copies.start_part(0, p.q.row_stride, 0, rows, int(p.features));
     }
 
+    MaskTile<Tile> mask;
+    auto start_mask = [&](int tile) {
+        if constexpr (Score::kSingle && Score::kHides)
+            if (tile < options.inside_end)
+                mask.start(block.score.mask(), block.first_row + warp_row,
+                           (block.tiles.begin + tile) * kKeys);
+    };
+
     FragmentRow state[kRows];
     ValueFragments<Tile> out;
 
@@ -150,6 +164,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         const float sink = block.work.split == 0 ? block.score.sink : -infinity<float>();
 #pragma unroll
         for (int i = 0; i < kRows; ++i) state[i].begin(sink, lane % 4 == 0);
+        bool large = have_large(state);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -159,7 +174,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
 #pragma unroll 1
         for (int tile = -1; tile < tiles; ++tile) {
-            const bool shown = seen.has(tile), whole = seen.has_whole(tile), again = seen.again;
+            bool shown = seen.has(tile);
+            const bool whole = seen.has_whole(tile), again = seen.again;
+            const bool inside = Score::kSingle && tile >= 0 && tile < options.inside_end;
+            bool masked = Score::kHides && inside;
+            if (masked) {
+                mask.finish();
+                shown &= mask.has_any();
+                masked = !mask.has_all();
+            }
+            start_mask(tile + 1);
             if (tile >= 0) {
                 wait_for_copies<0>();
                 if (again) {
@@ -191,11 +215,25 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                                     load_query_step(read, step);
                                     return read;
                                 });
-            if (Score::kPerPair || !whole)
+            const int64 first_key = (block.tiles.begin + tile) * kKeys;
+            float shift[kRows] = {};
+            if constexpr (Score::kSingle) {
+                if (inside) {
+                    const int64 own_row = row_of(0), own_key = first_key + lane % 4 * 2;
+                    FragmentPairs<Tile> pairs{s,
+                                              shift,
+                                              own_row,
+                                              own_key,
+                                              int(block.score.position(own_row) - own_key),
+                                              options.side(tile)};
+                    block.score.change_tile(pairs);
+                    hide_unseen<Tile>(s, first_key, whole, block.score, masked, mask, row_of);
+                }
+            }
+            if (!inside && (Score::kPerPair || !whole))
                 change_scores<Tile, Score>(
-                    s, (block.tiles.begin + tile) * kKeys, whole,
-                    [&](int) -> const Score& { return block.score; }, row_of);
-            weigh_scores<Tile>(s, state, out, unit);
+                    s, first_key, whole, [&](int) -> const Score& { return block.score; }, row_of);
+            weigh_scores<Tile>(s, state, out, unit, large, shift);
             add_values<T, Tile>(out, s, own_value + (tile & 1) * Tile::kValueBytes);
         }
 

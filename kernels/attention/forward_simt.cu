@@ -154,9 +154,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     for (int turn = 0; turn < 2; ++turn) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            // A sink is a logit before all keys that has no value.
-            const bool sink = block.work.split == 0 && block.score.sink != -infinity<A>();
-            state[i] = {sink ? block.score.sink : -infinity<A>(), A(sink && lane.column == 0)};
+            // A sink is a logit before all keys that has no value. +inf, like NaN, makes l NaN.
+            const A sink = block.work.split == 0 ? block.score.sink : -infinity<A>();
+            const bool counts = sink != -infinity<A>() && lane.column == 0;
+            state[i] = {sink, counts ? 1 + (sink - sink) : A(0)};
 #pragma unroll
             for (int c = 0; c < kOwnValues; ++c) out[i][c] = 0;
         }

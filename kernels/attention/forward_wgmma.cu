@@ -24,12 +24,6 @@ namespace cuflash {
 
 // ------------------------------------------------------------------------------------- consumer
 
-// Tells the compiler that all threads of a warp agree, so that branches on it are no divergence:
-// products behind a branch that may diverge are run one by one.
-__device__ __forceinline__ int uniform(int x) {
-    return __shfl_sync(kFullWarp, x, 0);
-}
-
 struct No {
     static constexpr bool value = false;
 };
@@ -555,26 +549,6 @@ struct Consumer {
                     }
             }
         }
-    }
-
-    // Word k of lane q of a quad becomes word q of lane k.
-    __device__ __forceinline__ void transpose_quad(unsigned (&x)[4]) const {
-        const bool odd = lane() & 1, high = lane() & 2;
-        unsigned a = odd ? x[0] : x[1], b = odd ? x[2] : x[3];
-        a = __shfl_xor_sync(kFullWarp, a, 1);
-        b = __shfl_xor_sync(kFullWarp, b, 1);
-        x[0] = odd ? a : x[0];
-        x[1] = odd ? x[1] : a;
-        x[2] = odd ? b : x[2];
-        x[3] = odd ? x[3] : b;
-        a = high ? x[0] : x[2];
-        b = high ? x[1] : x[3];
-        a = __shfl_xor_sync(kFullWarp, a, 2);
-        b = __shfl_xor_sync(kFullWarp, b, 2);
-        x[0] = high ? a : x[0];
-        x[2] = high ? x[2] : a;
-        x[1] = high ? b : x[1];
-        x[3] = high ? x[3] : b;
     }
 
     // What the warp's rows of a tile see of non-finite values, after their results without them.

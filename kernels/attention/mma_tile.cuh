@@ -35,6 +35,34 @@ struct MmaTile {
                   "results leave by way of shared memory");
 };
 
+// Which of a block's key tiles begin..end - 1 some row of a warp sees, and all rows see; counted
+// from the block's first tile.
+struct alignas(16) WarpTiles {
+    int begin, end, whole_begin, whole_end;
+    bool again;  // in the second turn over the keys
+
+    template <typename Score>
+    static __device__ __forceinline__ WarpTiles of(const Score& score, int64 first_row, int rows,
+                                                   const TileRange& tiles, int keys) {
+        const KeyRange any = score.range_of_any(first_row, first_row + rows);
+        const KeyRange all = score.range_of_all(first_row, first_row + rows);
+        const int begin = relative(any.first / keys, tiles);
+        return {begin, any.last < any.first ? begin : relative(any.last / keys + 1, tiles),
+                relative((all.first + keys - 1) / keys, tiles),
+                relative((all.last + 1) / keys, tiles), false};
+    }
+
+    __device__ __forceinline__ bool has(int tile) const { return tile >= begin && tile < end; }
+    __device__ __forceinline__ bool has_whole(int tile) const {
+        return tile >= whole_begin && tile < whole_end;
+    }
+
+  private:
+    static __device__ __forceinline__ int relative(int64 tile, const TileRange& tiles) {
+        return int(clamp(tile, tiles.begin, tiles.end) - tiles.begin);
+    }
+};
+
 // ------------------------------------------------------------------------------------------ loads
 
 // Whether rows can be copied by 16 bytes.
@@ -106,11 +134,21 @@ struct RowCopies {
     }
 };
 
-// The same for any strides, and at once.
-template <int kRows, int kColumns, int kThreads, typename T>
+// Elements as they are.
+struct Unchanged {
+    template <typename T>
+    __device__ __forceinline__ T operator()(T x) const {
+        return x;
+    }
+};
+
+// The same for any strides, and at once; elements may change their type.
+template <int kRows, int kColumns, int kThreads, typename T, typename Convert = Unchanged>
 __device__ __forceinline__ void copy_elements(unsigned char* tile, const Matrix<const T>& matrix,
-                                              int64 first_row, int begin, int end, int columns) {
+                                              int64 first_row, int begin, int end, int columns,
+                                              Convert convert = {}) {
     using Layout = SwizzledTile<kColumns>;
+    using Stored = decltype(convert(T()));
     const T* const source = &matrix.at(first_row, 0);
     // Neighbouring threads take neighbours in memory, be they in a row or in a column.
     const bool by_column = llabs(matrix.row_stride) < llabs(matrix.column_stride);
@@ -118,11 +156,11 @@ __device__ __forceinline__ void copy_elements(unsigned char* tile, const Matrix<
     for (int i = thread_here() % kThreads; i < kRows * kColumns; i += kThreads) {
         const int r = by_column ? i % kRows : i / kColumns;
         const int c = by_column ? i / kRows : i % kColumns;
-        T x = narrow<T>(0);
+        Stored x = narrow<Stored>(0);
         if (r >= begin && r < end && c < columns)
-            x = source[r * matrix.row_stride + c * matrix.column_stride];
-        *reinterpret_cast<T*>(tile + Layout::at(r, c / kVector<T>) +
-                              c % kVector<T> * int(sizeof(T))) = x;
+            x = convert(source[r * matrix.row_stride + c * matrix.column_stride]);
+        *reinterpret_cast<Stored*>(tile + Layout::at(r, c / kVector<Stored>) +
+                                   c % kVector<Stored> * int(sizeof(Stored))) = x;
     }
 }
 

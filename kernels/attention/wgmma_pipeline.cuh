@@ -70,17 +70,6 @@ struct Slot {
     int out_batch[3];                              // where they are by the map
 };
 
-// Where a ring of stages is read or written. One number: registers are for the accumulators.
-template <int kStages>
-struct Ring {
-    int turn;  // 0..2 * kStages - 1
-
-    __device__ __forceinline__ int stage() const { return turn < kStages ? turn : turn - kStages; }
-    // Of the phase to wait for.
-    __device__ __forceinline__ unsigned parity() const { return turn < kStages ? 0 : 1; }
-    __device__ __forceinline__ void advance() { turn = turn + 1 == 2 * kStages ? 0 : turn + 1; }
-};
-
 // The tiles that were taken again; if they are more than it holds, any tile of the block may be.
 struct DirtyTiles {
     static constexpr int kMost = 32;

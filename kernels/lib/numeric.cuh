@@ -150,6 +150,14 @@ __device__ __forceinline__ double logarithm(double x) {
     return log(x);
 }
 
+// 1 / sqrt(x) to 2 units in the last place.
+__device__ __forceinline__ float inverse_root(float x) {
+    return rsqrtf(x);
+}
+__device__ __forceinline__ double inverse_root(double x) {
+    return rsqrt(x);
+}
+
 // Rounded operations that the compiler never contracts. a*x + b*y written with operators may become
 // fma(a, x, b*y), which differs from fma(b, y, a*x): a merge of two parts must not depend on their
 // order.
@@ -213,6 +221,31 @@ __device__ __forceinline__ To bytes_as(const From& from) {
     To to;
     memcpy(&to, &from, sizeof(To));
     return to;
+}
+
+// The accumulators of a chunk's elements.
+template <typename T>
+struct Wide {
+    Accumulator<T> element[kVector<T>];
+
+    Wide() = default;
+    __device__ __forceinline__ explicit Wide(const Vector<T>& chunk) {
+#pragma unroll
+        for (int v = 0; v < kVector<T>; ++v) element[v] = widen(chunk.element[v]);
+    }
+};
+// A bfloat16 is the upper half of a float: one instruction each, if the words stay whole.
+template <>
+__device__ __forceinline__ Wide<__nv_bfloat16>::Wide(const Vector<__nv_bfloat16>& chunk) {
+    struct Words {
+        unsigned word[4];
+    };
+    const Words words = bytes_as<Words>(chunk);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        element[2 * w] = __uint_as_float(words.word[w] << 16);
+        element[2 * w + 1] = __uint_as_float(words.word[w] & 0xffff0000u);
+    }
 }
 
 // The vector at `source`, or of `fill` unless `present`. Reads and writes of data that is used

@@ -41,6 +41,17 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
         : "memory");
 }
 
+// Where a ring of stages is read or written. One number: registers are for the accumulators.
+template <int kStages>
+struct Ring {
+    int turn;  // 0..2 * kStages - 1
+
+    __device__ __forceinline__ int stage() const { return turn < kStages ? turn : turn - kStages; }
+    // Of the phase to wait for.
+    __device__ __forceinline__ unsigned parity() const { return turn < kStages ? 0 : 1; }
+    __device__ __forceinline__ void advance() { turn = turn + 1 == 2 * kStages ? 0 : turn + 1; }
+};
+
 // -------------------------------------------------------------------------- named barriers
 
 // Barrier `id` of the block, 1..15, among `threads` threads of those that come.
@@ -49,6 +60,19 @@ __device__ __forceinline__ void named_barrier_wait(int id, int threads) {
 }
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ----------------------------------------------------------------------- between blocks
+
+// A number in global memory by which blocks follow one another. Who passes the turn on has done
+// what it had to do in memory before.
+__device__ __forceinline__ unsigned read_turn(const unsigned* turn) {
+    unsigned x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(turn) : "memory");
+    return x;
+}
+__device__ __forceinline__ void pass_turn(unsigned* turn) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory");
 }
 
 // ------------------------------------------------------------------------------- registers

@@ -19,19 +19,31 @@ __device__ __forceinline__ void copy_async(unsigned to, const void* from, int by
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
+// The same of 16 bytes; below sm_80, which has no such copies, at once.
 __device__ __forceinline__ void copy_async(unsigned to, const void* from) {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
+    const uint4 words = *static_cast<const uint4*>(from);
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words.x), "r"(words.y),
+                 "r"(words.z), "r"(words.w)
+                 : "memory");
+#endif
 }
 
 // Closes a group of copies of this thread.
 __device__ __forceinline__ void commit_copies() {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
 }
 
 // Waits until at most `kPending` groups of this thread are under way.
 template <int kPending>
 __device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
 }
 
 // ----------------------------------------------------------------------------- matrices (ldmatrix)
@@ -80,6 +92,20 @@ struct MatrixProduct<__half> {
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
 };
+
+// ------------------------------------------------------------------------------ additions (red)
+
+// Adds to two neighbours in global memory, at a multiple of 8 bytes, each atomically.
+__device__ __forceinline__ void add_pair(float* to, float first, float second) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(first),
+                 "f"(second)
+                 : "memory");
+#else
+    atomicAdd(to, first);
+    atomicAdd(to + 1, second);
+#endif
+}
 
 // --------------------------------------------------------------------------------------- exp2,
 // pack

@@ -41,12 +41,15 @@ __device__ __forceinline__ void copy_box(const TensorMap* to, const BoxStart& at
 __device__ __forceinline__ void commit_boxes() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until this thread's boxes have been read, or have arrived: shared memory is free again.
+// Waits until this thread's groups but the last `kPending` have been read, or all have arrived:
+// shared memory is free again.
+template <int kPending = 0>
 __device__ __forceinline__ void wait_for_boxes_read() {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
+template <int kPending = 0>
 __device__ __forceinline__ void wait_for_boxes() {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Starts to copy bytes that lie together, a multiple of 16 at such addresses, to shared memory;
@@ -62,6 +65,25 @@ __device__ __forceinline__ void copy_bytes(unsigned to, const void* from, int by
         "}" ::"r"(to),
         "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
         : "memory");
+}
+
+// The same of bytes that others will read, too.
+__device__ __forceinline__ void copy_shared_bytes(unsigned to, const void* from, int bytes,
+                                                  unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Starts to add floats that lie together in shared memory, a multiple of 16 bytes at such
+// addresses, to as many in global memory, each atomically: one of this thread's boxes.
+__device__ __forceinline__ void add_floats(float* to, unsigned from, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                     __cvta_generic_to_global(to)),
+                 "r"(from), "r"(bytes)
+                 : "memory");
 }
 
 // Lets copies see what threads wrote to shared memory.

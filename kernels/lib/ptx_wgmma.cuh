@@ -10,6 +10,12 @@
 
 namespace cuflash {
 
+// Tells the compiler that all threads of a warp agree, so that branches on it are no divergence:
+// products behind a branch that may diverge are run one by one.
+__device__ __forceinline__ int uniform(int x) {
+    return __shfl_sync(kFullWarp, x, 0);
+}
+
 __device__ __forceinline__ void begin_products() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -27,6 +33,17 @@ __device__ __forceinline__ void pin(float (&x)[kCount][4]) {
     for (int i = 0; i < kCount; ++i)
 #pragma unroll
         for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(x[i][e])::"memory");
+}
+
+// Makes sure that what `x` comes from is done before a wait that follows: ptxas moves waits up over
+// arithmetic, but not over a store, which this, as two floats that are not negative never make such
+// a word, never is.
+__device__ __forceinline__ void finish_before_wait(unsigned x, unsigned address) {
+    asm volatile(
+        "{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0xfffffffe;\n"
+        "@never st.shared.u32 [%1], %1;\n}" ::"r"(x),
+        "r"(address)
+        : "memory");
 }
 
 // Four 8x8 matrices of 16-bit elements to shared memory: `load_matrices` the other way.
@@ -63,13 +80,20 @@ __device__ __forceinline__ MatrixDescriptor columns_of_terms(unsigned tile, int 
 // A product is one statement of all its instructions: apart, the compiler would keep them apart in
 // time too, each waiting for the one before.
 
-// d = a b of kPanels panels of terms, which are kRowsA and kRowsB rows long.
+// d = a b, or d += a b, of kPanels panels of terms, which are kRowsA and kRowsB rows long.
 template <typename T, int kColumns>
 struct SharedProduct;
+// d = a b of kSteps times 16 terms. The columns of both hold the terms.
+template <typename T, int kColumns, int kSteps>
+struct ColumnsProduct;
 // d += a b, or d = a b unless `accumulate`, of kSteps times 16 terms. a is in registers, as for
 // mma.sync; the columns of b hold the terms.
 template <typename T, int kColumns, int kSteps>
 struct HeldProduct;
+// d += a b, or d = a b unless `accumulate`, of one panel of terms; the rows of b hold the terms
+// (kTermsInRows), or its columns.
+template <typename T, int kColumns, bool kTermsInRows>
+struct PanelProduct;
 
 // clang-format off
 // The registers of an accumulator as the text and the operands of an instruction, by tens.
@@ -128,34 +152,37 @@ struct HeldProduct;
     CUFLASH_NEXT CUFLASH_SHARED(type, N, R, "yes") \
     CUFLASH_NEXT CUFLASH_SHARED(type, N, R, "yes")
 #define CUFLASH_NEXT_PANEL(C, D) "add.s64 a, a, %" #C ";\nadd.s64 b, b, %" #D ";\n"
-#define CUFLASH_SHARED_STATEMENT(R, A, B, panels) \
+#define CUFLASH_SHARED_STATEMENT(R, A, B, c, panels) \
     asm volatile( \
         "{\n.reg .b64 a, b;\n.reg .pred no, yes;\n" \
         "setp.ne.b32 no, 0, 0;\nsetp.eq.b32 yes, 0, 0;\n" \
         "mov.b64 a, %" #A ";\nmov.b64 b, %" #B ";\n" panels "}" \
-        : CUFLASH_REGISTERS_##R("=f", d) \
+        : CUFLASH_REGISTERS_##R(c, d) \
         : "l"(a), "l"(b), "n"(kRowsA * 8 - 6), "n"(kRowsB * 8 - 6))
 // Behind the registers come the operands A..D.
+#define CUFLASH_SHARED_PRODUCT_AS(name, type, N, R, A, B, C, D, c, first) \
+    template <int kPanels, int kRowsA, int kRowsB> \
+    static __device__ __forceinline__ void name(float (&d)[R / 4][4], MatrixDescriptor a, \
+                                                MatrixDescriptor b) { \
+        static_assert(kPanels == 1 || kPanels == 2 || kPanels == 4, "no such product"); \
+        if constexpr (kPanels == 1) \
+            CUFLASH_SHARED_STATEMENT(R, A, B, c, CUFLASH_PANEL(type, N, R, first)); \
+        else if constexpr (kPanels == 2) \
+            CUFLASH_SHARED_STATEMENT( \
+                R, A, B, c, CUFLASH_PANEL(type, N, R, first) \
+                CUFLASH_NEXT_PANEL(C, D) CUFLASH_PANEL(type, N, R, "yes")); \
+        else \
+            CUFLASH_SHARED_STATEMENT( \
+                R, A, B, c, CUFLASH_PANEL(type, N, R, first) \
+                CUFLASH_NEXT_PANEL(C, D) CUFLASH_PANEL(type, N, R, "yes") \
+                CUFLASH_NEXT_PANEL(C, D) CUFLASH_PANEL(type, N, R, "yes") \
+                CUFLASH_NEXT_PANEL(C, D) CUFLASH_PANEL(type, N, R, "yes")); \
+    }
 #define CUFLASH_SHARED_PRODUCT(T, type, N, R, A, B, C, D) \
     template <> \
     struct SharedProduct<T, N> { \
-        template <int kPanels, int kRowsA, int kRowsB> \
-        static __device__ __forceinline__ void start(float (&d)[R / 4][4], MatrixDescriptor a, \
-                                                     MatrixDescriptor b) { \
-            static_assert(kPanels == 1 || kPanels == 2 || kPanels == 4, "no such product"); \
-            if constexpr (kPanels == 1) \
-                CUFLASH_SHARED_STATEMENT(R, A, B, CUFLASH_PANEL(type, N, R, "no")); \
-            else if constexpr (kPanels == 2) \
-                CUFLASH_SHARED_STATEMENT( \
-                    R, A, B, CUFLASH_PANEL(type, N, R, "no") \
-                    CUFLASH_NEXT_PANEL(C, D) CUFLASH_PANEL(type, N, R, "yes")); \
-            else \
-                CUFLASH_SHARED_STATEMENT( \
-                    R, A, B, CUFLASH_PANEL(type, N, R, "no") \
-                    CUFLASH_NEXT_PANEL(C, D) CUFLASH_PANEL(type, N, R, "yes") \
-                    CUFLASH_NEXT_PANEL(C, D) CUFLASH_PANEL(type, N, R, "yes") \
-                    CUFLASH_NEXT_PANEL(C, D) CUFLASH_PANEL(type, N, R, "yes")); \
-        } \
+        CUFLASH_SHARED_PRODUCT_AS(start, type, N, R, A, B, C, D, "=f", "no") \
+        CUFLASH_SHARED_PRODUCT_AS(add, type, N, R, A, B, C, D, "+f", "yes") \
     };
 #define CUFLASH_SHARED_PRODUCTS(N, R, A, B, C, D) \
     CUFLASH_SHARED_PRODUCT(__half, "f16", N, R, A, B, C, D) \
@@ -164,6 +191,42 @@ struct HeldProduct;
 CUFLASH_SHARED_PRODUCTS(64, 32, 32, 33, 34, 35)
 CUFLASH_SHARED_PRODUCTS(80, 40, 40, 41, 42, 43)
 CUFLASH_SHARED_PRODUCTS(128, 64, 64, 65, 66, 67)
+
+#define CUFLASH_COLUMNS(type, N, R, sum) CUFLASH_WGMMA(type, N, R) "a, b, " sum ", 1, 1, 1, 1;\n"
+// Addresses are in the lower words: half the additions of those that may not run in uniform registers.
+#define CUFLASH_COLUMNS_NEXT(type, N, R) \
+    "add.u32 al, al, 128;\nadd.u32 bl, bl, 128;\nmov.b64 a, {al, ah};\nmov.b64 b, {bl, bh};\n" \
+    CUFLASH_COLUMNS(type, N, R, "yes")
+#define CUFLASH_COLUMNS_8(type, N, R) \
+    CUFLASH_COLUMNS(type, N, R, "no") CUFLASH_COLUMNS_NEXT(type, N, R) \
+    CUFLASH_COLUMNS_NEXT(type, N, R) CUFLASH_COLUMNS_NEXT(type, N, R) \
+    CUFLASH_COLUMNS_NEXT(type, N, R) CUFLASH_COLUMNS_NEXT(type, N, R) \
+    CUFLASH_COLUMNS_NEXT(type, N, R) CUFLASH_COLUMNS_NEXT(type, N, R)
+#define CUFLASH_COLUMNS_12(type, N, R) \
+    CUFLASH_COLUMNS_8(type, N, R) CUFLASH_COLUMNS_NEXT(type, N, R) \
+    CUFLASH_COLUMNS_NEXT(type, N, R) CUFLASH_COLUMNS_NEXT(type, N, R) \
+    CUFLASH_COLUMNS_NEXT(type, N, R)
+#define CUFLASH_COLUMNS_PRODUCT(T, type, N, R, K, A, B) \
+    template <> \
+    struct ColumnsProduct<T, N, K> { \
+        static __device__ __forceinline__ void start(float (&d)[R / 4][4], MatrixDescriptor a, \
+                                                     MatrixDescriptor b) { \
+            asm volatile( \
+                "{\n.reg .b64 a, b;\n.reg .b32 al, ah, bl, bh;\n.reg .pred no, yes;\n" \
+                "setp.ne.b32 no, 0, 0;\nsetp.eq.b32 yes, 0, 0;\n" \
+                "mov.b64 a, %" #A ";\nmov.b64 b, %" #B ";\n" \
+                "mov.b64 {al, ah}, a;\nmov.b64 {bl, bh}, b;\n" CUFLASH_COLUMNS_##K(type, N, R) \
+                "}" \
+                : CUFLASH_REGISTERS_##R("=f", d) \
+                : "l"(a), "l"(b)); \
+        } \
+    };
+#define CUFLASH_COLUMNS_PRODUCTS(N, R, K, A, B) \
+    CUFLASH_COLUMNS_PRODUCT(__half, "f16", N, R, K, A, B) \
+    CUFLASH_COLUMNS_PRODUCT(__nv_bfloat16, "bf16", N, R, K, A, B)
+
+CUFLASH_COLUMNS_PRODUCTS(64, 32, 8, 32, 33)
+CUFLASH_COLUMNS_PRODUCTS(64, 32, 12, 32, 33)
 
 // Step k takes the registers of the left operand that follow R + 2: the other operands come first.
 #define CUFLASH_LEFT_32_0 "{%34, %35, %36, %37}"
@@ -226,8 +289,38 @@ CUFLASH_SHARED_PRODUCTS(128, 64, 64, 65, 66, 67)
 
 CUFLASH_HELD_PRODUCTS(64, 32, 4, 32, 33)
 CUFLASH_HELD_PRODUCTS(64, 32, 8, 32, 33)
+CUFLASH_HELD_PRODUCTS(128, 64, 4, 64, 65)
 CUFLASH_HELD_PRODUCTS(128, 64, 8, 64, 65)
 CUFLASH_HELD_PRODUCTS(256, 128, 5, 128, 129)
+
+// The second descriptor's step, and whether that operand is transposed, say how b lies.
+#define CUFLASH_PANEL_STEP(type, N, R, sum, S, X) \
+    CUFLASH_WGMMA(type, N, R) "a, b, " sum ", 1, 1, 0, %" #X ";\n"
+#define CUFLASH_PANEL_NEXT(type, N, R, S, X) \
+    "add.s64 a, a, 2;\nadd.s64 b, b, %" #S ";\n" CUFLASH_PANEL_STEP(type, N, R, "yes", S, X)
+#define CUFLASH_PANEL_PRODUCT(T, type, N, R, A, B, ACCUMULATE, S, X) \
+    template <bool kTermsInRows> \
+    struct PanelProduct<T, N, kTermsInRows> { \
+        static __device__ __forceinline__ void add(float (&d)[R / 4][4], MatrixDescriptor a, \
+                                                   MatrixDescriptor b, int accumulate) { \
+            asm volatile( \
+                "{\n.reg .b64 a, b;\n.reg .pred first, yes;\n" \
+                "setp.ne.b32 first, %" #ACCUMULATE ", 0;\nsetp.eq.b32 yes, 0, 0;\n" \
+                "mov.b64 a, %" #A ";\nmov.b64 b, %" #B ";\n" \
+                CUFLASH_PANEL_STEP(type, N, R, "first", S, X) \
+                CUFLASH_PANEL_NEXT(type, N, R, S, X) CUFLASH_PANEL_NEXT(type, N, R, S, X) \
+                CUFLASH_PANEL_NEXT(type, N, R, S, X) "}" \
+                : CUFLASH_REGISTERS_##R("+f", d) \
+                : "l"(a), "l"(b), "r"(accumulate), "n"(kTermsInRows ? 2 : 128), \
+                  "n"(kTermsInRows ? 0 : 1)); \
+        } \
+    };
+#define CUFLASH_PANEL_PRODUCTS(N, R, A, B, ACCUMULATE, S, X) \
+    CUFLASH_PANEL_PRODUCT(__half, "f16", N, R, A, B, ACCUMULATE, S, X) \
+    CUFLASH_PANEL_PRODUCT(__nv_bfloat16, "bf16", N, R, A, B, ACCUMULATE, S, X)
+
+CUFLASH_PANEL_PRODUCTS(128, 64, 64, 65, 66, 67, 68)
+CUFLASH_PANEL_PRODUCTS(256, 128, 128, 129, 130, 131, 132)
 // clang-format on
 
 }  // namespace cuflash

@@ -6,6 +6,7 @@
 //   score(dot, row, key)   the score of a pair in that range, -inf if the mask hides it
 //   sees(row, key)         whether the mask lets a pair of that range see each other
 //   change_row(s, pairs)   the same as score, for a thread's dot products of one row
+//   change_tile(pairs)     the same for some rows, if options have elements for all of the pairs
 //   with_slope(dot, ...)   score, and its derivative with respect to the scaled dot product
 // `Score<A, kRanged, Steps...>` is made of steps, functors that are applied in order. A new option
 // is a new step; the kernels' loops do not change. A step that is absent from a call is switched
@@ -62,6 +63,23 @@ struct RowPairs {
         return min(max(column, low), low + count - 1);
     }
 };
+
+// `change_tile` takes pairs of some rows with some keys for all of which options have elements, be
+// they in range or not, as an object of a type of the kernel's:
+//   kRows, kColumns        how many there are; rows are kRowStep apart, column j lies column(j)
+//                          after the first, next to column j + 1 if j is even
+//   first_row, first_key   those of pair (0, 0); `distance` is its distance
+//   side                   1: no key comes after its query, and rows see all keys from here to it;
+//                          -1: none comes before, and rows see all from it to here; 0: else
+//   at(i, j)               the score
+//   shift[i]               0, or what a step leaves to be added to all scores of row i
+template <typename Pairs, typename Change>
+__device__ __forceinline__ void change_pairs(Pairs& pairs, Change change) {
+#pragma unroll
+    for (int i = 0; i < Pairs::kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < Pairs::kColumns; ++j) pairs.at(i, j) = change(pairs.at(i, j), i, j);
+}
 
 // Replaces the score in each column, be it in range or not.
 template <typename A, int kCount, typename ColumnOf, typename Change>
@@ -129,21 +147,34 @@ __device__ __forceinline__ A read_entry(const BatchedArray& x, const BatchAxes& 
 //
 // `step(s, pair)` is the score of one pair in range after the step. `change_row` does the same for
 // a row's pairs, of which column 0 lies `distance` from the query's position; out of range it may
-// give anything, but reads nothing. `derivative(s)` is that of the step at s.
+// give anything, but reads nothing. `change_tile(pairs, factor)` takes scores times 1 / factor; it
+// leaves masks to `Score::mask`, and is for options that `has_tiles` is true of. `derivative(s)` is
+// that of the step at s.
+
+// A step that is `kScaleFree` may be done before the scale, if it hears of it by `divide_by`.
 
 // Steps that add something to the score, or hide the pair.
 template <typename A>
 struct Shift {
     __device__ __forceinline__ A derivative(A) const { return A(1); }
+    template <int kCount>
+    __device__ __forceinline__ void bend(A (&)[kCount], const A (&)[kCount]) const {}
 };
 
 // Steps that hide no pair.
 struct Transparent {
+    static constexpr bool kHides = false;
     __device__ __forceinline__ bool sees(const Pair&) const { return true; }
+    __device__ __forceinline__ bool has_tiles() const { return true; }
+    template <int kCount, typename ColumnOf>
+    __device__ __forceinline__ unsigned hidden(const RowPairs&, ColumnOf) const {
+        return 0;
+    }
 };
 
 template <typename A>
 struct Softcap : Transparent {
+    static constexpr bool kScaleFree = false;
     A cap;
 
     __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes&,
@@ -161,13 +192,50 @@ struct Softcap : Transparent {
         const A t = hyperbolic_tangent(s / cap);
         return (A(1) - t) * (A(1) + t);
     }
+    template <int kCount>
+    __device__ __forceinline__ void bend(A (&slopes)[kCount], const A (&s)[kCount]) const {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) slopes[j] *= derivative(s[j]);
+    }
     template <int kCount, typename ColumnOf>
     __device__ __forceinline__ void change_row(A (&s)[kCount], const RowPairs&, int64,
                                                ColumnOf column_of) const {
         change_each(s, column_of, [&](A x, int) { return (*this)(x, Pair{}); });
     }
+    __device__ __forceinline__ bool has_tiles() const {
+        return cap > A(0x1p-60) && cap < A(0x1p60);
+    }
+    // Without a division or a branch for each score.
+    template <typename Pairs>
+    __device__ __forceinline__ void change_tile(Pairs& pairs, A factor) const {
+        const A most = cap, rate = factor / most;
+        A largest = 0;
+        change_pairs(pairs, [&](A x, int, int) {
+            largest = fmax(largest, fabs(x));
+            return x;
+        });
+        if (largest * fabs(rate) < kNear) {
+            change_pairs(pairs, [&](A x, int, int) { return most * near_tangent(x * rate); });
+            return;
+        }
+        change_pairs(pairs, [&](A x, int, int) {
+            const A t = x * rate, far = 1 - __fdividef(2, exp2f(t * A(2 * 1.4426950408889634)) + 1);
+            return most * (fabs(t) < kNear ? near_tangent(t) : far);
+        });
+    }
 
   private:
+    // tanh(t) = 1 - 2 / (exp(2 t) + 1) would lose the digits of a small t, where a polynomial in
+    // t^2 has a relative error of 4e-8, interpolated by weighted least squares.
+    static constexpr float kNear = 0.55f;
+    static __device__ __forceinline__ A near_tangent(A t) {
+        const A u = t * t;
+        A p = multiply_add(A(0.0164375100f), u, A(-0.0526717715f));
+        p = multiply_add(p, u, A(0.1332072467f));
+        p = multiply_add(p, u, A(-0.3333294690f));
+        return multiply_add(t * u, p, t);
+    }
+
     // The x below which x - tanh(x), at most x^3 / 3, is lost to rounding: as `problem.py` has it.
     static __device__ __forceinline__ float linear(float) { return 1.7e-4f; }
     static __device__ __forceinline__ double linear(double) { return 7.4e-9; }
@@ -180,6 +248,7 @@ constexpr double kLargestFloat = 3.4028234663852886e38;
 // A matrix of a type of its own, added in the wider of that type and A.
 template <typename A>
 struct Bias : Transparent, Shift<A> {
+    static constexpr bool kScaleFree = false;  // a bias over a small scale could be infinite
     const void* data;
     int64 start, row_stride, column_stride;
     int type;
@@ -215,7 +284,44 @@ struct Bias : Transparent, Shift<A> {
         }
     }
 
+    // Neighbours are read together; in float64 there are not the registers.
+    __device__ __forceinline__ bool has_tiles() const {
+        if (type == kFloat64) return false;
+        const int size = type == kFloat32 ? 4 : 2;
+        const auto first = reinterpret_cast<unsigned long long>(data) + start * size;
+        return column_stride == 1 && (first | row_stride * size) % (2 * size) == 0;
+    }
+    template <typename Pairs>
+    __device__ __forceinline__ void change_tile(Pairs& pairs, A factor) const {
+        switch (type) {
+            case kFloat32:
+                return add_tile<float>(pairs, factor);
+            case kFloat16:
+                return add_tile<__half>(pairs, factor);
+            default:
+                return add_tile<__nv_bfloat16>(pairs, factor);
+        }
+    }
+
   private:
+    template <typename B>
+    struct alignas(2 * sizeof(B)) Neighbours {
+        B first, second;
+    };
+
+    template <typename B, typename Pairs>
+    __device__ __forceinline__ void add_tile(Pairs& pairs, A factor) const {
+        const B* row =
+            static_cast<const B*>(data) + start + pairs.first_row * row_stride + pairs.first_key;
+#pragma unroll
+        for (int i = 0; i < Pairs::kRows; ++i, row += Pairs::kRowStep * row_stride)
+#pragma unroll
+            for (int j = 0; j < Pairs::kColumns; j += 2) {
+                const auto two = *reinterpret_cast<const Neighbours<B>*>(row + Pairs::column(j));
+                pairs.at(i, j) = sum(pairs.at(i, j) * factor, two.first);
+                pairs.at(i, j + 1) = sum(pairs.at(i, j + 1) * factor, two.second);
+            }
+    }
     template <typename B, int kCount, typename ColumnOf>
     __device__ __forceinline__ void add_row(A (&s)[kCount], const RowPairs& pairs,
                                             ColumnOf column_of) const {
@@ -240,6 +346,7 @@ struct Bias : Transparent, Shift<A> {
 
 template <typename A>
 struct Alibi : Transparent, Shift<A> {
+    static constexpr bool kScaleFree = true;
     A slope;
 
     __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes& axes,
@@ -263,12 +370,41 @@ struct Alibi : Transparent, Shift<A> {
         }
     }
 
-  private:
-    static constexpr int64 kExact = 1 << 23;  // distances to there, and columns, add up exactly
+    // Neither a slope times a column nor one times a distance leaves the range, as infinity would
+    // be NaN times a column of 0.
+    __device__ __forceinline__ bool has_tiles() const { return fabs(slope) < A(0x1p60); }
+    template <typename Pairs>
+    __device__ __forceinline__ void change_tile(Pairs& pairs, A factor) const {
+        const A first = A(pairs.distance);
+        if (pairs.side != 0) {
+            // Linear: what all pairs of a row have in common is left to their weights.
+            const A rate = pairs.side * slope;
+#pragma unroll
+            for (int i = 0; i < Pairs::kRows; ++i)
+                pairs.shift[i] = -rate * (first + A(Pairs::kRowStep * i));
+            change_pairs(pairs, [&](A x, int, int j) {
+                return multiply_add(rate, A(Pairs::column(j)), x * factor);
+            });
+            return;
+        }
+        change_pairs(pairs, [&](A x, int i, int j) {
+            return x * factor - slope * fabs(first + A(Pairs::kRowStep * i - Pairs::column(j)));
+        });
+    }
+
+    // A finite slope stays finite, as infinity times a distance of 0 is not 0.
+    __device__ __forceinline__ void divide_by(A scale) {
+        if (slope - slope == A(0))
+            slope = fmin(fmax(slope / scale, A(-kLargestFloat)), A(kLargestFloat));
+    }
+
+    // Distances up to here, and columns, add up exactly.
+    static constexpr int64 kExact = 1 << 23;
 };
 
 template <typename A>
 struct Mask : Shift<A> {
+    static constexpr bool kScaleFree = true, kHides = true;
     Matrix<const unsigned char> matrix;
 
     __device__ __forceinline__ void load(const ScoreParameters& p, const BatchAxes& axes,
@@ -279,6 +415,17 @@ struct Mask : Shift<A> {
     __device__ __forceinline__ bool is_present() const { return matrix.data; }
     __device__ __forceinline__ bool sees(const Pair& at) const {
         return !matrix.data || matrix.at(at.row, at.key);
+    }
+    template <int kCount, typename ColumnOf>
+    __device__ __forceinline__ unsigned hidden(const RowPairs& pairs, ColumnOf column_of) const {
+        static_assert(kCount <= 32, "a bit for each");
+        if (!matrix.data || pairs.count == 0) return 0;
+        const unsigned char* const row = &matrix.at(pairs.row, pairs.first_key);
+        unsigned bits = 0;
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+            if (!row[pairs.nearest(column_of(j)) * matrix.column_stride]) bits |= 1u << j;
+        return bits;
     }
     __device__ __forceinline__ A operator()(A s, const Pair& at) const {
         return sees(at) ? s : -infinity<A>();
@@ -292,6 +439,14 @@ struct Mask : Shift<A> {
             return row[pairs.nearest(column) * matrix.column_stride] ? x : -infinity<A>();
         });
     }
+    // Bytes are read 16 at a time.
+    __device__ __forceinline__ bool has_tiles() const {
+        const auto first = reinterpret_cast<unsigned long long>(matrix.data);
+        return matrix.column_stride == 1 && (first | matrix.row_stride) % 16 == 0;
+    }
+    template <typename Pairs>
+    __device__ __forceinline__ void change_tile(Pairs&, A) const {}
+    __device__ __forceinline__ void divide_by(A) const {}
 };
 
 // ---------------------------------------------------------------------------------- pipeline
@@ -303,8 +458,12 @@ struct ScoreAndSlope {
 
 template <typename A, bool kRanged, typename... Steps>
 struct Score : private Steps... {
-    // Whether a pair that is in range needs more than the scale.
-    static constexpr bool kPerPair = sizeof...(Steps) > 0;
+    // Whether a pair that is in range needs more than the scale, by one step; whether that may be
+    // to be hidden.
+    static constexpr bool kPerPair = sizeof...(Steps) > 0, kSingle = sizeof...(Steps) == 1;
+    static constexpr bool kHides = (Steps::kHides || ...);
+    // Whether `change_row` and `change_tile` scale scores, or else leave that to the weights.
+    static constexpr bool kScales = !(Steps::kScaleFree && ...);
 
     A scale;
     A sink;  // -inf: none
@@ -316,6 +475,7 @@ struct Score : private Steps... {
         sink = read_entry(p.sinks, axes, index, -infinity<A>());
         bounds.load(p, axes, index, segment);
         (static_cast<Steps&>(*this).load(p, axes, index), ...);
+        if constexpr (!kScales) (static_cast<Steps&>(*this).divide_by(scale), ...);
     }
 
     // Whether a row is inside its entry's used length.
@@ -343,13 +503,14 @@ struct Score : private Steps... {
     }
 
     __device__ __forceinline__ A operator()(A dot, int64 row, int64 key) const {
-        A s = dot * scale;
+        A s = kScales ? dot * scale : dot;
         const Pair at = pair(row, key);
         ((s = static_cast<const Steps&>(*this)(s, at)), ...);
-        return s;
+        return kScales ? s : s * scale;
     }
 
     __device__ __forceinline__ ScoreAndSlope<A> with_slope(A dot, int64 row, int64 key) const {
+        static_assert(kScales || !kPerPair, "slopes are those of scaled scores");
         ScoreAndSlope<A> x{dot * scale, A(1)};
         const Pair at = pair(row, key);
         ((x.slope *= static_cast<const Steps&>(*this).derivative(x.score),
@@ -364,9 +525,42 @@ struct Score : private Steps... {
     template <int kCount, typename ColumnOf>
     __device__ __forceinline__ void change_row(A (&s)[kCount], const RowPairs& pairs,
                                                ColumnOf column_of) const {
-        change_each(s, column_of, [&](A dot, int) { return dot * scale; });
+        if constexpr (kScales) change_each(s, column_of, [&](A dot, int) { return dot * scale; });
         const int64 distance = pair(pairs.row, pairs.first_key).distance;
         (apply_step(static_cast<const Steps&>(*this), s, pairs, distance, column_of), ...);
+    }
+
+    // The same for `pairs`, as described at `change_pairs`; masks are left to `mask`.
+    template <typename Pairs>
+    __device__ __forceinline__ void change_tile(Pairs& pairs) const {
+        static_assert(kSingle, "a tile's steps would fill the registers, one after the other");
+        (static_cast<const Steps&>(*this).change_tile(pairs, kScales ? scale : A(1)), ...);
+    }
+
+    // Whether options allow `change_tile`.
+    __device__ __forceinline__ bool has_tiles() const {
+        return kSingle && (static_cast<const Steps&>(*this).has_tiles() && ...);
+    }
+
+    __device__ __forceinline__ const Matrix<const unsigned char>& mask() const {
+        return static_cast<const Mask<A>&>(*this).matrix;
+    }
+
+    // Where a query stands among the keys.
+    __device__ __forceinline__ int64 position(int64 row) const { return row + bounds.offset; }
+
+    // The same, and multiplies `slopes` by the derivatives. Returns a bit for each column that a
+    // step hides, whose score is to be left alone.
+    template <int kCount, typename ColumnOf>
+    __device__ __forceinline__ unsigned change_row_with_slope(A (&s)[kCount], A (&slopes)[kCount],
+                                                              const RowPairs& pairs,
+                                                              ColumnOf column_of) const {
+        change_each(s, column_of, [&](A dot, int) { return dot * scale; });
+        const int64 distance = pair(pairs.row, pairs.first_key).distance;
+        ((static_cast<const Steps&>(*this).bend(slopes, s),
+          apply_step(static_cast<const Steps&>(*this), s, pairs, distance, column_of)),
+         ...);
+        return (static_cast<const Steps&>(*this).template hidden<kCount>(pairs, column_of) | ...);
     }
 
     __device__ __forceinline__ bool sees(int64 row, int64 key) const {

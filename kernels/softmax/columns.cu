@@ -26,11 +26,12 @@ constexpr int kColumnBlocks = 2;
 #else
 constexpr int kColumnBlocks = 1;
 #endif
-// 128 bytes a lane do not fit 64 registers in float64, nor, but for softmax, in 16 bits, of which
-// the compiler widens more at a time.
+// 128 bytes a lane do not fit 64 registers in float64, nor in 16 bits, of which the compiler widens
+// more at a time; but for softmax in bfloat16, where a shift widens.
 template <typename T, typename Operation, int kBytes>
-constexpr int kTileBlocks =
-    kBytes < 128 || sizeof(T) == 4 || (sizeof(T) == 2 && Operation::kOfWeights) ? kColumnBlocks : 1;
+constexpr int kTileBlocks = kBytes < 128 || sizeof(T) == 4 ? kColumnBlocks : 1;
+template <typename A, int kBytes>
+constexpr int kTileBlocks<__nv_bfloat16, Softmax<A>, kBytes> = kColumnBlocks;
 
 struct Once {
     static constexpr bool value = true;

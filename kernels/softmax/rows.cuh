@@ -418,31 +418,6 @@ struct Either<false, First, Second> {
     using type = Second;
 };
 
-// The accumulators of a chunk's elements.
-template <typename T>
-struct Wide {
-    Accumulator<T> element[kVector<T>];
-
-    Wide() = default;
-    __device__ __forceinline__ explicit Wide(const Vector<T>& chunk) {
-#pragma unroll
-        for (int v = 0; v < kVector<T>; ++v) element[v] = widen(chunk.element[v]);
-    }
-};
-// A bfloat16 is the upper half of a float: one instruction each, if the words stay whole.
-template <>
-__device__ __forceinline__ Wide<__nv_bfloat16>::Wide(const Vector<__nv_bfloat16>& chunk) {
-    struct Words {
-        unsigned word[4];
-    };
-    const Words words = bytes_as<Words>(chunk);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        element[2 * w] = __uint_as_float(words.word[w] << 16);
-        element[2 * w + 1] = __uint_as_float(words.word[w] & 0xffff0000u);
-    }
-}
-
 // Combines the elements pairwise: in the same order by every method, and in few dependent steps.
 template <typename T, typename Combine>
 __device__ __forceinline__ Accumulator<T> fold(Wide<T> chunk, Combine combine) {

@@ -43,6 +43,7 @@ def test_traffic_over_tokens() -> None:
     names = [label.get_text() for label in right.get_yticklabels()]
     widths = [bar.get_width() for bar in right.patches]
     ratios = dict(zip(names, widths, strict=True))
+    assert ratios["softmax\nunfused"] == pytest.approx(3, rel=0.01)
     assert ratios["softmax\nnaive"] == pytest.approx(2, rel=0.01)
     assert ratios["softmax\nonline"] == 1.5
     assert ratios["dropout_bias_layer_norm\nunfused"] == pytest.approx(3, rel=0.01)

@@ -63,4 +63,4 @@ def _fetch(result: Any) -> Any:
     if isinstance(result, tuple):
         fetched = map(_fetch, result)
         return type(result)(*fetched) if hasattr(result, "_fields") else tuple(fetched)
-    return cupy.asnumpy(result)
+    return None if result is None else cupy.asnumpy(result)

@@ -14,9 +14,12 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 #: The compute capabilities that have what a kernel is made of, where not all have it.
 _CAPABLE = {
+    "attention/backward_mma.cu": lambda capability: capability >= 80,
     "attention/decode_mma.cu": lambda capability: capability >= 80,
     "attention/forward_mma.cu": lambda capability: capability >= 80,
     "attention/forward_wgmma.cu": lambda capability: capability == 90,
+    "attention/backward_wgmma.cu": lambda capability: capability == 90,
+    "attention/backward_wgmma_rows.cu": lambda capability: capability == 90,
 }
 
 
@@ -38,7 +41,7 @@ def kernels() -> None:
     names = [
         name
         for dtype in FLOATS
-        for name in (*attention_kernels(dtype), *attention_vjp_kernels(dtype))
+        for name in (*attention_kernels(dtype), *attention_vjp_kernels(dtype, limits))
         if _CAPABLE.get(name.source, bool)(int(limits.compute_capability))
     ]
     for dtype in FLOATS:

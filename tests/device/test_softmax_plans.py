@@ -14,9 +14,10 @@ from cuflash.device.softmax_regimes import (
     COLUMN_TILES,
     PART_BYTES,
     SHORT_LENGTHS,
+    ColumnTile,
     softmax_regimes,
 )
-from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS, divisor
+from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS, divisor, rows_of
 from cuflash.problem import FLOATS, ArraySpec, SoftmaxProblem
 from cuflash.testing.strategies import softmax_problems
 from tests.devices import H200, T4
@@ -384,3 +385,52 @@ def test_short_rows_are_a_thread_each(dtype):
             (np.zeros((1000, 2 * length), dtype)[:, ::2], {}),
         ):
             assert plan(other, **options).launches[0].kernel.source != "softmax/short.cu"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda made: {"pointers": (0, 4)}, "have no room"),
+        (lambda made: {"pointers": (len(made.block) - 4,)}, "have no room"),
+        (lambda made: {"workspaces": made.pointers}, "have no room"),
+        (lambda made: {"workspace": 8, "workspaces": ()}, "nothing points to a workspace of 8"),
+        (lambda made: {"launches": (made.launches[0]._replace(grid=0),)}, "a grid of 0 blocks"),
+        (lambda made: {"launches": (made.launches[0]._replace(block=1024),)}, "of 1024 threads"),
+    ],
+)
+def test_a_plan_that_no_device_can_run_is_refused(change, message):
+    made = plan(row(10), method="fused")
+    with pytest.raises(ValueError, match=message):
+        replace(made, **change(made))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": 3}, "rows must be a power of two, got 3"),
+        ({"width": 0}, "width must be a power of two, got 0"),
+        ({"lanes": 64}, "16 x 64 threads; a block has 32 to 512"),
+        ({"lanes": 1}, "16 x 1 threads"),
+        ({"held": -1}, "held = -1"),
+        ({"blocks": 32}, "blocks = 32"),
+    ],
+)
+def test_a_tile_of_columns_that_cannot_run_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(ColumnTile(2, 16, 0, 32), **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: {"roles": rows.roles[1:]}, "are not the axes of 1 roles and 2 operands"),
+        (lambda rows: {"specs": rows.specs[1:]}, "are not the axes of 2 roles and 1 operands"),
+        (lambda rows: {"kept": rows.kept._replace(sizes=(1, 2, 3))}, "kept: .* are not the axes"),
+        (lambda rows: {"full": (("input", 2),)}, "full: .* are not among the roles"),
+    ],
+)
+def test_rows_of_other_operands_are_refused(change, message):
+    x = row(10)
+    rows = rows_of(SoftmaxProblem.of("softmax", {"x": x}, -1, None, "auto"), (ArraySpec.of(x),))
+    with pytest.raises(ValueError, match=message):
+        replace(rows, **change(rows))

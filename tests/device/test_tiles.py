@@ -9,14 +9,20 @@ import pytest
 pytest.importorskip("cupy", reason="plans live beside CuPy's launches")
 
 from cuflash._sources import kernel_source
+from cuflash.device.attention_plans_decode import DecodeTile
 from cuflash.device.attention_plans_mma import MmaTile
 from cuflash.device.attention_plans_wgmma import WGMMA_TILES, WgmmaTile
+from cuflash.device.attention_vjp_plans import PairTile, plan_attention_vjp
+from cuflash.device.attention_vjp_plans_wgmma import BACKWARD_WGMMA_TILES, BackwardWgmmaTile
 from cuflash.device.merge_plans import plan_merge
-from cuflash.problem import ArraySpec
+from cuflash.problem import ArraySpec, AttentionArrays, AttentionProblem
+from cuflash.problem_vjp import AttentionVjpProblem
 from tests.devices import H200
 
 MMA = MmaTile(2, 4, 64, 64, 64, True, 2)
 WGMMA = WgmmaTile(2, 128, 128, 2, 2, True, True, True)
+DECODE = DecodeTile(4, 32, 64, 64, 3, True, 2)
+BACKWARD_WGMMA = BackwardWgmmaTile(2, 128, 3, 2, True)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +67,39 @@ def test_a_wgmma_tile_that_cannot_run_is_refused(change, message):
         replace(WGMMA, **change)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slice_keys": 24}, "slice_keys must be a positive multiple of 16, got 24"),
+        ({"features": 0}, "features must be a positive multiple of 16, got 0"),
+        ({"values": 72}, "values must be a positive multiple of 16, got 72"),
+        ({"warps": 2}, r"warps must lie in 3\.\.32, got 2"),
+        ({"stages": 1}, r"stages must lie in 2\.\.8, got 1"),
+        ({"blocks": 0}, r"blocks must lie in 1\.\.32, got 0"),
+    ],
+)
+def test_a_decode_tile_that_cannot_be_compiled_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(DECODE, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"groups": 1}, "groups must be 2 or 3, got 1"),
+        ({"groups": 3}, "width must be at most 64, got 128"),
+        ({"width": 64}, "width must be 128 in 2 parts, got 64"),
+        ({"parts": 4}, "width must be 256 in 4 parts, got 128"),
+        ({"parts": 4, "width": 256}, "width must be at most 128, got 256"),
+        ({"stages": 1}, "stages must be at least 2, got 1"),
+        ({"stages": 4}, "a block needs .* bytes of shared memory; there are 232448"),
+    ],
+)
+def test_a_tile_of_gradients_that_cannot_run_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(BACKWARD_WGMMA, **change)
+
+
 def test_every_product_of_the_kernel_has_a_tile_that_may_take_it():
     text = kernel_source("lib/ptx_wgmma.cuh")
     products = re.findall(r"^CUFLASH_HELD_PRODUCTS\((\d+), \d+, (\d+),", text, re.MULTILINE)
@@ -72,14 +111,44 @@ def test_every_product_of_the_kernel_has_a_tile_that_may_take_it():
                 taken.add((width, replace(small, width=width, keys=keys).keys))
             except ValueError:
                 continue
-    assert taken == there
+    # Gradients multiply tiles of 64 queries.
+    assert taken | {(choice.tile.width, 64) for choice in BACKWARD_WGMMA_TILES} == there
     assert {(choice.tile.width, choice.tile.keys) for choice in WGMMA_TILES} <= taken
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: {"stages": plan.stages * 2}, "stages fill"),
+        (lambda plan: {"added": ("dbias",)}, "and add to"),
+    ],
+)
+def test_a_plan_that_fills_gradients_twice_or_not_at_all_is_refused(change, message):
+    x = np.broadcast_to(np.float32(0), (2, 3, 8))
+    arrays = AttentionArrays(x, x, x)
+    problem = AttentionVjpProblem.of_all(AttentionProblem.of(arrays), arrays, enable_gqa=False)
+    plan = plan_attention_vjp(problem, H200)
+    with pytest.raises(ValueError, match=message):
+        replace(plan, **change(plan))
 
 
 def specs(count):
     """Return (out, lse) of a result and its parts."""
     out, lse = (np.broadcast_to(np.float32(0), shape) for shape in ((3, 5, 8), (3, 5)))
     return [(ArraySpec.of(out), ArraySpec.of(lse))] * count
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"features": 48}, "features must be a multiple of 32, got 48"),
+        ({"warps": 3}, r"warps must lie in 4\.\.32, got 3"),
+        ({"warps": 33}, r"warps must lie in 4\.\.32, got 33"),
+    ],
+)
+def test_tile_of_gradients(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(PairTile(4, 4, 4, 32, 2), **change)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])

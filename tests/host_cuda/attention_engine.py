@@ -18,7 +18,7 @@ from cuflash.device.attention import compute, respecified
 from cuflash.device.attention_plans import attention_methods, workspace_bytes
 from cuflash.device.attention_vjp import compute as compute_vjp
 from cuflash.device.attention_vjp import with_copies
-from cuflash.device.attention_vjp_plans import vjp_workspace_bytes
+from cuflash.device.attention_vjp_plans import attention_vjp_methods, vjp_workspace_bytes
 from cuflash.device.online import merge, merge_vjp
 from cuflash.problem import AttentionArrays, AttentionProblem
 from cuflash.problem_vjp import AttentionGrads
@@ -58,10 +58,10 @@ class HostCudaAttention:
         assert compute(problem, sources, out, lse, workspace, self.executor)
 
     def attention_vjp_methods(self, problem):
-        return ("simt",)
+        return attention_vjp_methods(problem, self.executor.limits)
 
     def attention_vjp_workspace(self, problem):
-        return vjp_workspace_bytes(problem.forward)
+        return vjp_workspace_bytes(problem, self.executor.limits)
 
     def attention_vjp(self, problem, arrays, results, grads, workspace):
         sources, read, written = (

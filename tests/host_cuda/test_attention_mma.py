@@ -76,6 +76,147 @@ def test_tile(tile, score, monkeypatch, plans_of_one_tile):
     assert_attention_close(out, lse, expect_attention(q, k, v, **options))
 
 
+def _aligned(masks):
+    """Return masks whose rows begin at multiples of 16 bytes."""
+    *batch, keys = masks.shape
+    whole = np.zeros(np.prod(batch) * 160 + 16, np.bool)
+    start = -whole.ctypes.data % 16
+    rows = whole[start : start + np.prod(batch) * 160].reshape(*batch, 160)[..., :keys]
+    rows[...] = masks
+    return rows
+
+
+@pytest.mark.parametrize("layout", ["by words", "by bytes"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        _rng().random((TQ, TK)) < 0.7,
+        np.arange(TQ)[:, None] // 32 == np.arange(TK) // 64,  # tiles with all bits, or none
+        np.broadcast_to(np.arange(TK) % 3 > 0, (TQ, TK)),
+    ],
+    ids=["random", "blocks", "keys"],
+)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"key_lengths": 130}], ids=str)
+@pytest.mark.parametrize("features", [64, 128, 256])  # of tiles with 32, 16 and 16 bytes a lane
+def test_masks(features, options, mask, layout, monkeypatch):
+    """As bits of whole words where rows allow it: tiles without any are left out."""
+    use(monkeypatch)
+    q, k, v = operands(features, 16)
+    k[0, 100], v[0, 100] = np.nan, np.inf
+    masks = np.stack([mask, mask])
+    masks[0, :, 100] = False
+    if layout == "by words":
+        masks = _aligned(masks)
+    out, lse = cuflash.flash_attention(
+        q, k, v, mask=masks, **options, method="mma", return_lse=True
+    )
+    assert_attention_close(out, lse, expect_attention(q, k, v, mask=masks, **options))
+
+
+def test_masks_of_any_bytes(monkeypatch):
+    """True is what is not 0, as in a view of other bytes."""
+    use(monkeypatch)
+    q, k, v = operands(64, 64)
+    mask = _rng().random((TQ, TK)) < 0.7
+    bytes_ = _aligned(mask).view(np.uint8)
+    bytes_[...] = np.where(mask, _rng().integers(1, 256, mask.shape), 0)
+    out, lse = cuflash.flash_attention(
+        q, k, v, mask=bytes_.view(np.bool), method="mma", return_lse=True
+    )
+    assert_attention_close(out, lse, expect_attention(q, k, v, mask=mask))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+@pytest.mark.parametrize("keys", [TK, TK - 1])
+def test_biases(keys, dtype, monkeypatch):
+    """Two elements at a time where they begin at a multiple of both; of odd rows one by one."""
+    use(monkeypatch)
+    q, k, v = operands(64, 64)
+    k, v = k[:, :keys], v[:, :keys]
+    bias = _rng().normal(size=(2, TQ, keys)).astype(dtype)
+    bias[0, 3, :20] = -np.inf
+    out, lse = cuflash.flash_attention(q, k, v, bias=bias, method="mma", return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v, bias=bias))
+
+
+@pytest.mark.parametrize("slopes", [[0.5, -0.1], [np.nan, 2], [np.inf, 0], [1e3, -4]], ids=str)
+@pytest.mark.parametrize("offset", [0, 80, 300, -100, 2**23])
+@pytest.mark.parametrize("window", [None, (0, 0), (5, 70), (None, 3)], ids=str)
+def test_alibi(window, offset, slopes, monkeypatch):
+    """Keys before, around and after the queries, near and too far for distances as floats.
+
+    What a row sees in a window is near, so that its scores are small beside other distances.
+    """
+    use(monkeypatch)
+    q, k, v = operands(64, 64)
+    if offset == 2**23 or window is None:
+        slopes = np.clip(slopes, -2, 2)  # scores past 1e8 are too large for tensor cores
+    options = {"alibi_slopes": np.float32(slopes), "query_offset": offset, "window": window}
+    out, lse = cuflash.flash_attention(q, k, v, **options, method="mma", return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v, **options))
+
+
+@pytest.mark.parametrize("offset", [0, 300, -100])
+def test_steep_slopes(offset, monkeypatch):
+    """Scores that rise by more than float16 holds from one tile of keys to the next."""
+    use(monkeypatch)
+    q, k, v = operands(64, 64)
+    options = {"alibi_slopes": np.float32([-3, 100]), "query_offset": offset}
+    out, lse = cuflash.flash_attention(q, k, v, **options, method="mma", return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v, **options))
+
+
+@pytest.mark.parametrize("tq", [TQ, 3])  # by rows of a sequence, and packed
+@pytest.mark.parametrize("size", [1e2, 2e4])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"sinks": np.float32([3e9, -1])}], ids=str
+)
+def test_large_scores(options, size, tq, monkeypatch):
+    """Exponents of weights, where a score is rounded to more than they can bear."""
+    use(monkeypatch)
+    q, k, v = operands(64, 64)
+    q, k = (np.sign(x) * np.float16(size) for x in (q[:, :tq], k))
+    out, lse = cuflash.flash_attention(q, k, v, **options, method="mma", return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v, **options))
+
+
+def test_a_row_moves_by_its_own_score_alone(monkeypatch):
+    """Whether a score is too much above the rest is asked of the same number for all rows."""
+    use(monkeypatch)
+    rng = _rng()
+    for _ in range(20):
+        q, k, v = (rng.normal(size=(n, 64)).astype(np.float16) for n in (32, 128, 128))
+        k[64:] = (k[:64].astype(np.float32) * rng.uniform(1, 4, (64, 1))).astype(np.float16)
+        before, _ = cuflash.flash_attention(q, k, v, method="mma", return_lse=True)
+        q[1] *= 30
+        after, _ = cuflash.flash_attention(q, k, v, method="mma", return_lse=True)
+        np.testing.assert_array_equal(np.delete(after, 1, axis=0), np.delete(before, 1, axis=0))
+
+
+@pytest.mark.parametrize("cap", [1e-4, 0.5, 2.0, 30.0, 255.0, 1e4, 1e25])
+@pytest.mark.parametrize(
+    ("window", "size"), [(None, 30), (None, 0.01), ((0, 0), 1), ((0, 0), 0.01)], ids=str
+)
+def test_softcaps(window, size, cap, monkeypatch):
+    """Scores that are small beside the cap keep their digits, those of a single key too."""
+    use(monkeypatch)
+    q, k, v = operands(64, 64)
+    q = (q * np.where(np.arange(TQ) % 3, size, 1)[:, None]).astype(np.float16)
+    options = {"softcap": cap, "window": window}
+    out, lse = cuflash.flash_attention(q, k, v, **options, method="mma", return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v, **options))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30])
+@pytest.mark.parametrize("score", ["SoftcapScore", "BiasScore", "AlibiScore", "MaskScore"])
+def test_scales_that_are_not_folded_into_the_exponent(score, scale, monkeypatch):
+    use(monkeypatch)
+    q, k, v = operands(64, 64)
+    options = {**OPTIONS[score], "scale": scale}
+    out, lse = cuflash.flash_attention(q, k, v, **options, method="mma", return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v, **options))
+
+
 def test_tiles_are_chosen_by_shape_and_score():
     """No row of the table is out of reach but by the limits of a device."""
     chosen = {

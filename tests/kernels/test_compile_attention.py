@@ -17,6 +17,8 @@ from cuflash.device.attention_plans import SIMT_TILES, attention_kernels
 from cuflash.device.attention_plans_decode import DECODE_TILES
 from cuflash.device.attention_plans_mma import MMA_TILES
 from cuflash.device.attention_vjp_plans import VJP_TILES, attention_vjp_kernels
+from cuflash.device.attention_vjp_plans_mma import KEYS_TILES, QUERIES_TILES
+from cuflash.device.attention_vjp_plans_wgmma import BACKWARD_WGMMA_TILES
 from cuflash.device.compiler import compile_only
 from cuflash.problem import BFLOAT16, FLOATS, accumulator
 
@@ -25,11 +27,19 @@ ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120
 HOME = {"float64": "sm_90a", "float32": "sm_90a", "float16": "sm_80", "bfloat16": "sm_80"}
 #: Everywhere: these dtypes, in the variant with the most registers and paths.
 COVERING_DTYPES = ("float64", "bfloat16")
-COVERING_WGMMA = "PlainScore<float>, cuflash::WgmmaTile<2, 128, 64,"
-COVERING_MMA_TILES = ("MmaTile<2, 4, 64, 64, 64,", "DecodeTile<4, 16, 128, 128, 3,")
+COVERING_WGMMA = (
+    "PlainScore<float>, cuflash::WgmmaTile<2, 128, 64,",
+    "cuflash::backward_wgmma<__half, cuflash::RangedScore<float>, cuflash::BackwardTile<2, 128,",
+)
+COVERING_MMA_TILES = (
+    "MmaTile<2, 4, 64, 64, 64,",
+    "DecodeTile<4, 16, 128, 128, 3,",
+    "KeysTile<128, 64, 64,",
+)
 #: ptxas fills 255 registers, and for 16-bit inputs, converted as they are loaded, up to 5 words
-#: more beside the sums of a tile; on tensor cores no tile may spill, whatever the options.
-MOST_SPILLED = {"float64": 0, "float32": 0, "float16": 20, "bfloat16": 20}
+#: more beside the sums of a tile, for gradients in float64 one; on tensor cores no tile may spill,
+#: whatever the options.
+MOST_SPILLED = {"float64": 4, "float32": 0, "float16": 20, "bfloat16": 20}
 #: What spills on Hopper are the producer's warps, once a tile, and with 256 columns of out a few
 #: words on their way out: none of it is in the loop over the keys. Four warpgroups spill there too,
 #: the sums that a step needs only if it starts over, and are faster than two all the same.
@@ -45,17 +55,41 @@ def programs():
                     yield dtype.name, architecture, source, expression
 
 
+def is_mma(expression):
+    """Tell whether a kernel uses the tensor cores of sm_80."""
+    return "_mma" in expression.split("<")[0]
+
+
+def is_staged(expression):
+    """Tell whether a kernel of gradients adds by bulk copies."""
+    return "KeysTile<" in expression and expression.split("KeysTile<")[1].split(", ")[7] == "true"
+
+
+def capable(expression):
+    """Return the architectures that have the instructions of a kernel."""
+    if "_wgmma" in expression:
+        return ("sm_90a",)
+    if is_staged(expression):
+        return ARCHITECTURES[4:]
+    return ARCHITECTURES[1:] if is_mma(expression) else ARCHITECTURES
+
+
+def home_of(dtype, expression):
+    """Return where the figures of a kernel are measured."""
+    return "sm_90a" if is_staged(expression) else HOME[dtype]
+
+
 def is_compiled(dtype, architecture, expression):
     """Tell whether a variant is compiled for an architecture: in the short run not always."""
-    hopper, tensor_cores = "forward_wgmma" in expression, "_mma<" in expression
-    if (hopper and architecture != "sm_90a") or (tensor_cores and architecture == "sm_75"):
+    hopper, tensor_cores = "_wgmma" in expression, is_mma(expression)
+    if architecture not in capable(expression):
         return False
     if os.environ.get("CUFLASH_COMPILE_ALL"):
         return True
     if hopper:
         # The two 16-bit types differ in the names of their instructions.
-        return dtype.name == "bfloat16" or COVERING_WGMMA in expression
-    home = architecture == HOME[dtype.name]
+        return dtype.name == "bfloat16" or any(part in expression for part in COVERING_WGMMA)
+    home = architecture == home_of(dtype.name, expression)
     if tensor_cores:
         # Seconds each: the two 16-bit types differ by one instruction.
         covers = any(tile in expression for tile in COVERING_MMA_TILES)
@@ -95,8 +129,11 @@ def test_compiles_without_spills(program, reports):
         most = MOST_SPILLED_BY_FOUR if "WgmmaTile<4," in expression else MOST_SPILLED_WGMMA
         assert max(report.spill_stores, report.spill_loads) <= most, report
         assert not report.serialized
-    elif architecture == HOME[dtype]:
-        allowed = 0 if "_mma<" in expression else MOST_SPILLED[dtype]
+    elif "backward_wgmma" in expression:
+        assert max(report.spill_stores, report.spill_loads, report.stack) == 0, report
+        assert not report.serialized
+    elif architecture == home_of(dtype, expression):
+        allowed = 0 if is_mma(expression) else MOST_SPILLED[dtype]
         assert max(report.spill_stores, report.spill_loads) <= allowed, report
         # What is in registers is all that a thread has: no array of scores of its own.
         assert report.stack <= 2 * allowed, report
@@ -105,16 +142,14 @@ def test_compiles_without_spills(program, reports):
 def test_the_long_run_leaves_no_variant_out(monkeypatch):
     monkeypatch.setenv("CUFLASH_COMPILE_ALL", "1")
     compiled = {(p[0], p[1], p[3]) for p in programs()}
-    needs = {"forward_wgmma": ("sm_90a",), "_mma<": ARCHITECTURES[1:]}
     for dtype in FLOATS:
         for kernel in (*attention_kernels(dtype), *attention_vjp_kernels(dtype)):
-            capable = [needs[family] for family in needs if family in kernel.expression]
-            for architecture in capable[0] if capable else ARCHITECTURES:
+            for architecture in capable(kernel.expression):
                 assert (dtype.name, architecture, kernel.expression) in compiled
 
 
 def test_every_variant_is_compiled_once():
-    compiled = {(p[0], p[3]) for p in PROGRAMS if p[1] == HOME[p[0]] or "forward_wgmma" in p[3]}
+    compiled = {(p[0], p[3]) for p in PROGRAMS if p[1] == home_of(p[0], p[3]) or "_wgmma" in p[3]}
     wanted = {
         (dtype.name, kernel.expression)
         for dtype in FLOATS
@@ -128,7 +163,16 @@ def test_every_variant_is_compiled_once():
     }
     assert len(list(attention_kernels(np.dtype(np.float32)))) == 5 * 3 + 4
     assert len(list(attention_vjp_kernels(np.dtype(np.float32)))) == 3 * (2 * 3 + 1) + 2
+    keys = {True: 0, False: 0}
+    for choice in KEYS_TILES:
+        keys[choice.tile.staged] += len(choice.scores)
+    queries = sum(len(choice.scores) for choice in QUERIES_TILES)
+    bias = sum("FullScore" in choice.scores for choice in QUERIES_TILES)
+    wanted = keys[True] + 2 * keys[False] + queries + bias + 2
+    assert sum(is_mma(k.expression) for k in attention_vjp_kernels(BFLOAT16)) == wanted
     by_family = Counter(k.expression.split("<")[0][9:] for k in attention_kernels(BFLOAT16))
     assert by_family["forward_mma"] == sum(7 if choice.steps else 2 for choice in MMA_TILES)
     assert by_family["decode_mma"] == 2 * len(DECODE_TILES)
     assert by_family["forward_wgmma"] == 4 * 2
+    gradients = [k for k in attention_vjp_kernels(BFLOAT16) if "_wgmma" in k.expression]
+    assert len(gradients) == len(BACKWARD_WGMMA_TILES) * (2 + 2 + 1)

@@ -55,11 +55,6 @@ COVERING = (
 )
 
 
-#: Most bytes that a thread spills, by source, dtype and architecture. Columns of softmax in
-#: float16: 128 bytes a lane and 64 registers, of which bfloat16, widened by a shift, needs fewer.
-MOST_SPILLED = {("softmax/columns.cu", "float16", "sm_90a"): 112}
-
-
 def programs():
     """Yield (source, dtype, architecture, expressions): what is compiled together."""
     everything = bool(os.environ.get("CUFLASH_COMPILE_ALL"))
@@ -96,6 +91,6 @@ def reports():
 def test_compiles_and_keeps_its_registers(program, reports):
     for expression, report in reports[program].result().items():
         spilled = max(report.spill_stores, report.spill_loads, report.stack)
-        assert spilled <= MOST_SPILLED.get(program[:3], 0), f"{expression}: {report}"
+        assert spilled == 0, f"{expression}: {report}"
         # A block of 512 threads must find room.
         assert report.registers <= 128, f"{expression}: {report}"

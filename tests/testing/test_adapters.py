@@ -108,7 +108,7 @@ def test_functions_are_told_by_name_and_operands(name, function):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("nothing", "there is no target nothing; give cuflash-host, jax"),
+        ("nothing", "there is no target nothing; give cuflash-host, cuflash-jax"),
         ("cuflash.nothing:f", "No module named"),
         ("cuflash:nothing", "has no attribute 'nothing'"),
         ("cuflash:__version__", "is not callable"),

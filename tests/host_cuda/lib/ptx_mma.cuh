@@ -120,6 +120,15 @@ struct MatrixProduct {
     }
 };
 
+// ------------------------------------------------------------------------------ additions (red)
+
+inline void add_pair(float* to, float first, float second) {
+    if (reinterpret_cast<unsigned long long>(to) % 8)
+        cuda_on_host::fail("a pair of additions is not aligned");
+    atomicAdd(to, first);
+    atomicAdd(to + 1, second);
+}
+
 // --------------------------------------------------------------------------------------- exp2,
 // pack
 
