@@ -172,6 +172,7 @@ def test_chains_run_on_the_current_stream_and_in_graphs(rng):
         return y, fused.matmul_bias_activation(a, a.T, a[0, :64])
 
     expected = chain()
+    cupy.cuda.Device().synchronize()  # x changes below, on a stream that waits for nothing
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
