@@ -77,6 +77,8 @@ def run(target: str, *, examples: int, seed: int, names: Sequence[str], file: Pa
 
     Raises
     ------
+    ValueError
+        If the target supports none of what was drawn, after that has been printed and written.
     KeyboardInterrupt
         If it was interrupted, after what was known by then has been printed and written.
     """
@@ -100,6 +102,8 @@ def run(target: str, *, examples: int, seed: int, names: Sequence[str], file: Pa
     if interrupted:
         print("\nInterrupted: the last property was not finished.", flush=True)
         raise KeyboardInterrupt
+    if not any(outcome.passed or outcome.failure for outcome in outcomes):
+        raise ValueError(f"{target} supports none of the cases that were drawn: nothing is known")
     return all(outcome.failure is None for outcome in outcomes)
 
 
@@ -183,7 +187,10 @@ def report(target: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
             + "  FAILED" * (outcome.failure is not None)
         )
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-    yield f"\n{len(failures)} of {len(outcomes)} properties failed."
+    unasked = sum(not outcome.passed and outcome.failure is None for outcome in outcomes)
+    yield f"\n{len(failures)} of {len(outcomes)} properties failed" + (
+        f", and {unasked} had no case that {target} supports." if unasked else "."
+    )
     for failure in failures:
         yield f"\n{failure.function}, {failure.name}: {failure.message}\n"
         for name, value in failure.values.items():

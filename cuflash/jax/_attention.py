@@ -57,7 +57,8 @@ def flash_attention(
     spread over devices, XLA gathers them first.
 
     It can be differentiated in reverse, with respect to q, k, v, bias and sinks; both results have
-    cotangents. What is not differentiated costs nothing.
+    cotangents. What is not differentiated costs nothing; to ask for the gradient of `alibi_slopes`
+    is an error.
 
     Parameters
     ----------

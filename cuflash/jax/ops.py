@@ -192,6 +192,14 @@ def _jvp(
         (tangent,) = jax.jvp(partial(_softmax_vjp_formula, call), primals, dense)[1:]
         return bind(call, primals), [tangent]
     wanted = tuple(not isinstance(x, ad.Zero) for x in tangents)
+    if isinstance(call, AttentionCall):
+        for (name, _), asked in zip(call.operands, wanted, strict=True):
+            if asked and name not in _GRADIENT_OF:
+                raise NotImplementedError(
+                    f"{name} has no gradient in cuflash.jax.flash_attention; pass "
+                    f"jax.lax.stop_gradient({name}), or use cuflash.jax.materialized_attention, "
+                    "the same by the plain formula"
+                )
     try:
         return jax.jvp(_differentiable(call, wanted), primals, dense)
     except TypeError as error:

@@ -459,7 +459,7 @@ def find(target: str) -> dict[str, Adapter]:
     Raises
     ------
     ValueError
-        If there is no such target, or its library is not installed.
+        If there is no such target, or its library is not installed or has no GPU that it needs.
     """
     adapters = ADAPTERS.get(target)
     if adapters is None:
@@ -468,7 +468,15 @@ def find(target: str) -> dict[str, Adapter]:
     for adapter in adapters.values():
         if find_spec(adapter.library) is None:
             raise ValueError(f"{target} needs {adapter.library}, which is not installed")
+    if target == "cupyx" and not _has_gpu():
+        raise ValueError("cupyx needs a GPU, and CuPy finds none")
     return adapters
+
+
+def _has_gpu() -> bool:
+    import cupy
+
+    return bool(cupy.is_available())
 
 
 def _imported(target: str) -> Adapter:

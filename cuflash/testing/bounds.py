@@ -39,14 +39,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cuflash import reference
 from cuflash.reference._attention import sum_heads, sum_to
-from cuflash.testing.problems import AttentionCase, dtype_of
+from cuflash.testing.problems import AttentionCase, SoftmaxCase, dtype_of
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -136,9 +136,31 @@ def expect_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -
     return ExpectedAttention(Expected(out, out_bound, limit), Expected(lse, lse_bound), seen)
 
 
+@overload
+def error_bound(case: AttentionCase) -> ExpectedAttention: ...
+@overload
+def error_bound(case: SoftmaxCase, name: str = ...) -> Expected: ...
 @functools.lru_cache(maxsize=8)
-def error_bound(case: AttentionCase) -> ExpectedAttention:
-    """Return oracle and bounds of a drawn case; see :func:`expect_attention`."""
+def error_bound(
+    case: AttentionCase | SoftmaxCase, name: str = "softmax"
+) -> ExpectedAttention | Expected:
+    """Return oracle and bounds of a drawn case: the accuracy contract as numbers.
+
+    Parameters
+    ----------
+    case
+        What was drawn.
+    name
+        Of a softmax case: `softmax`, `log_softmax` or `logsumexp`.
+
+    Returns
+    -------
+    ExpectedAttention or Expected
+        See :func:`expect_attention` and :func:`expect_softmax`.
+    """
+    if isinstance(case, SoftmaxCase):
+        x, options = case.build()
+        return expect_softmax(name, x, **options)
     inputs = case.build()
     return expect_attention(inputs.q, inputs.k, inputs.v, **inputs.options)
 
@@ -492,7 +514,7 @@ def assert_attention_close(
 
 def assert_softmax_close(
     actual: Any,
-    expected: Expected,
+    expected: Expected | SoftmaxCase,
     *,
     name: str = "softmax",
     axis: Any = -1,
@@ -506,11 +528,11 @@ def assert_softmax_close(
     actual
         Array to check.
     expected
-        From :func:`expect_softmax` or :func:`expect_softmax_vjp`.
+        From :func:`expect_softmax` or :func:`expect_softmax_vjp`, or a case.
     name
-        Function that made it, for the message.
+        Function that made it.
     axis
-        Axis of the rows, for the message.
+        Axis of the rows, for the message; a case has its own.
     borders
         Tile sizes of the engine, to say in the message which of their multiples is near.
     hint
@@ -521,11 +543,15 @@ def assert_softmax_close(
     AssertionError
         Says which element is off the most, by how much, and where in its row it lies.
     """
+    if isinstance(expected, SoftmaxCase):
+        axis, hint = expected.axis, hint or repr(expected)
+        expected = error_bound(expected, name)
+    shape = expected.value.shape
 
     def describe(index: tuple[int, ...]) -> str:
         if not isinstance(axis, int) or name == "logsumexp":  # whose rows are single elements
             return f"Rows run over axis {axis}"
-        length = near_border(expected.value.shape[axis], borders)
+        length = near_border(shape[axis], borders)
         return f"Element {near_border(index[axis], borders)} of a row of {length}"
 
     _assert_close(name, actual, expected, describe, f"\n{hint}" if hint else "")

@@ -42,9 +42,16 @@ def _run(attention: Attention, inputs: AttentionInputs) -> tuple[Array, Array]:
     return out, np.full(out.shape[:-1], np.nan) if lse is None else lse
 
 
+def assert_same_shape(actual: Array, expected: Array, what: str, case: object) -> None:
+    """Assert it of two arrays that would broadcast otherwise."""
+    if actual.shape != expected.shape:
+        raise AssertionError(f"{what}: shape {actual.shape} instead of {expected.shape}\n{case!r}")
+
+
 def assert_bitwise_equal(actual: Any, expected: Any, what: str, case: object) -> None:
-    """Assert equal bits, but for the bits of a NaN."""
+    """Assert equal shapes and bits, but for the bits of a NaN."""
     actual, expected = (np.asarray(x).astype(np.float64) for x in (actual, expected))
+    assert_same_shape(actual, expected, what, case)
     same = (actual == expected) & (np.signbit(actual) == np.signbit(expected))
     same |= np.isnan(actual) & np.isnan(expected)
     if not same.all():
@@ -58,6 +65,7 @@ def assert_bitwise_equal(actual: Any, expected: Any, what: str, case: object) ->
 def assert_near(actual: Any, expected: Expected, what: str, case: object) -> None:
     """Assert that two results differ by no more than both may be off."""
     actual = np.asarray(actual).astype(np.float64)
+    assert_same_shape(actual, expected.value, what, case)
     with np.errstate(invalid="ignore"):
         near = np.abs(actual - expected.value) <= expected.bound
     near |= actual == expected.value

@@ -184,6 +184,22 @@ def test_second_derivatives_are_refused_by_name(qkv):
     assert jax.jit(jax.hessian(lambda q: formula(q[None, None])))(q).shape == (2, 8, 2, 8)
 
 
+def test_a_gradient_that_there_is_none_of_is_refused_by_name(qkv):
+    def call(slopes, q):
+        return flash_attention(q, *qkv[1:], alibi_slopes=slopes).sum()
+
+    slopes = jnp.full(qkv[0].shape[-3], 0.5, jnp.float32)
+    for gradient in (jax.grad(call), jax.jit(jax.grad(call, argnums=(0, 1)))):
+        with pytest.raises(NotImplementedError, match=r"alibi_slopes has no gradient"):
+            gradient(slopes, qkv[0])
+    assert jax.grad(call, argnums=1)(slopes, qkv[0]).shape == qkv[0].shape
+
+    def fixed(slopes, q):
+        return call(jax.lax.stop_gradient(slopes), q)
+
+    assert not jax.grad(fixed)(slopes, qkv[0]).any()
+
+
 # ---------------------------------------------------------------------------------- vmap, sharding
 
 

@@ -51,6 +51,10 @@ def refuses_bfloat16(x, axis=-1, *, out=None):
     return faulty.softmax(x, axis, out=out)
 
 
+def refuses(x):
+    raise NotImplementedError
+
+
 def sleeps(x):
     time.sleep(0.05)
     return faulty.softmax(x)
@@ -152,6 +156,19 @@ class TestCommand:
     def test_exit_code_without_failures(self, capsys):
         assert main(["fuzz", "cuflash-host", "--examples", "45", "--seed", "3"]) == 0
         assert "0 of 45 properties failed." in capsys.readouterr().out
+
+    def test_a_target_that_supports_nothing_is_no_success(self, capsys):
+        names = ["--property", "matches_oracle", "--property", "repeatable"]
+        assert main(["fuzz", f"{HERE}:refuses", "--examples", "20", *names]) == 2
+        captured = capsys.readouterr()
+        assert f"0 of 2 properties failed, and 2 had no case that {HERE}:refuses" in captured.out
+        assert "supports none of the cases" in captured.err
+
+    def test_a_gpu_is_asked_for(self, capsys, monkeypatch):
+        cupy = pytest.importorskip("cupy")
+        monkeypatch.setattr(cupy, "is_available", lambda: False)
+        assert main(["fuzz", "cupyx"]) == 2
+        assert "needs a GPU" in capsys.readouterr().err
 
     def test_nothing_is_left_in_the_folder_of_the_user(self, tmp_path):
         code = "from cuflash.cli import main; main(['fuzz', 'cuflash-host', '--examples', '45'])"

@@ -14,7 +14,12 @@ from cuflash import reference
 from cuflash.testing import bounds, problems, softmax_properties
 from cuflash.testing.bounds import Expected
 from cuflash.testing.problems import DTYPES, LAYOUTS, AttentionCase, SoftmaxCase, arrange
-from cuflash.testing.properties import ATTENTION_PROPERTIES, split_of_keys
+from cuflash.testing.properties import (
+    ATTENTION_PROPERTIES,
+    assert_bitwise_equal,
+    assert_near,
+    split_of_keys,
+)
 from cuflash.testing.softmax_properties import SOFTMAX_PROPERTIES, MergeCase
 from cuflash.testing.strategies import (
     OPTIONS,
@@ -364,6 +369,26 @@ class TestBounds:
         y[2, 64] = 1
         with pytest.raises(AssertionError, match=r"softmax\[2, 64\].*Element 64 \(tile border"):
             bounds.assert_softmax_close(y, expected, borders=(32,))
+
+    def test_a_softmax_case_is_its_own_bound(self):
+        case = problems.SoftmaxCase(shape=(3, 65), axis=0, where=(3, 1), seed=4)
+        x, options = case.build()
+        y = reference.log_softmax(x, **options)
+        expected = bounds.error_bound(case, "log_softmax")
+        np.testing.assert_array_equal(expected.value, y)
+        bounds.assert_softmax_close(y, case, name="log_softmax")
+        y[1, 7] += 1
+        with pytest.raises(AssertionError, match=r"row of 3\n") as caught:
+            bounds.assert_softmax_close(y, case, name="log_softmax")
+        assert repr(case) in str(caught.value)
+
+    @pytest.mark.parametrize("compare", [assert_bitwise_equal, assert_near])
+    def test_shapes_do_not_broadcast(self, compare):
+        value = np.ones(3)
+        expected = value if compare is assert_bitwise_equal else bounds.Expected(value, value)
+        compare(value, expected, "out", None)
+        with pytest.raises(AssertionError, match=r"out: shape \(1,\) instead of \(3,\)"):
+            compare(value[:1], expected, "out", None)
 
     @pytest.mark.parametrize("axis", [0, 1, -1])
     def test_message_on_a_result_without_the_axis(self, axis):
