@@ -551,7 +551,7 @@ class SoftmaxProblem:
         axis: object = (),
         where: Any = None,
         method: str = "auto",
-    ) -> Self:
+    ) -> SoftmaxProblem:
         """Validate the arguments of a call and describe it; `inputs` in the order given above.
 
         Raises
@@ -559,45 +559,64 @@ class SoftmaxProblem:
         TypeError, ValueError
             Naming the argument, what came and what is accepted.
         """
-        specs = {name: ArraySpec.of(x) for name, x in inputs.items()}
-        dtypes = {name: _softmax_dtype(name, spec.dtype) for name, spec in specs.items()}
-        main = tuple(specs)[_main_operand(operation)]
-        shape, dtype = specs[main].shape, dtypes[main]
-        axes = normalize_axes(axis, len(shape))
-        without = tuple(size for a, size in enumerate(shape) if a not in axes)
-        reduced = tuple(1 if a in axes else size for a, size in enumerate(shape))
-        for name, spec in specs.items():
-            if name in _REDUCED:
-                if spec.shape not in (without, reduced):
-                    raise ValueError(
-                        f"{name} has shape {spec.shape}; {main} of shape {shape} reduced over axis "
-                        f"{axis} has {without} or {reduced}"
-                    )
-                if dtypes[name] not in (dtype, accumulator(dtype)):
-                    raise TypeError(
-                        f"{name} has dtype {spec.dtype}, which is neither that of {main} "
-                        f"({specs[main].dtype}) nor its accumulator's ({accumulator(dtype)})"
-                    )
-                specs[name] = ArraySpec.of(keep_axes(inputs[name], axes, len(shape)))
-            elif name in _STATE:
-                require_same(name, spec.dtype, "this state", accumulator(dtype), "dtype")
-                specs[name] = spec.broadcast_to(shape, name)
-            else:
-                require_same(name, spec.shape, main, shape, "shape")
-                require_same(name, dtypes[name], main, dtype, "dtype")
-        mask = None if where is None else ArraySpec.of(where).broadcast_to(shape, "where")
-        if mask is not None and mask.dtype != np.bool:
-            raise TypeError(f"where has dtype {mask.dtype}; bool is needed (True = takes part)")
-        reduces = operation in ("logsumexp", "softmax_state")
-        return cls(
-            operation=operation,
-            inputs=tuple(specs.values()),
-            axes=axes,
-            where=mask,
-            out_shape=reduced if reduces else shape,
-            out_dtype=accumulator(dtype) if operation == "softmax_state" else dtype,
-            method=method,
-        )
+        specs = tuple([ArraySpec.of(x) for x in inputs.values()])
+        mask = None if where is None else ArraySpec.of(where)
+        describe = _softmax_problem if _is_hashable(axis) else _softmax_problem.__wrapped__
+        return describe(operation, tuple(inputs), specs, axis, mask, method)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _softmax_problem(
+    operation: str,
+    names: tuple[str, ...],
+    described: tuple[ArraySpec, ...],
+    axis: object,
+    where: ArraySpec | None,
+    method: str,
+) -> SoftmaxProblem:
+    """Do the part of `SoftmaxProblem.of` that depends on descriptions alone, once for each."""
+    specs = dict(zip(names, described, strict=True))
+    dtypes = {name: _softmax_dtype(name, spec.dtype) for name, spec in specs.items()}
+    main = names[_main_operand(operation)]
+    shape, dtype = specs[main].shape, dtypes[main]
+    axes = normalize_axes(axis, len(shape))
+    without = tuple(size for a, size in enumerate(shape) if a not in axes)
+    reduced = tuple(1 if a in axes else size for a, size in enumerate(shape))
+    for name, spec in specs.items():
+        if name in _REDUCED:
+            if spec.shape not in (without, reduced):
+                raise ValueError(
+                    f"{name} has shape {spec.shape}; {main} of shape {shape} reduced over axis "
+                    f"{axis} has {without} or {reduced}"
+                )
+            if dtypes[name] not in (dtype, accumulator(dtype)):
+                raise TypeError(
+                    f"{name} has dtype {spec.dtype}, which is neither that of {main} "
+                    f"({specs[main].dtype}) nor its accumulator's ({accumulator(dtype)})"
+                )
+            if spec.shape != reduced:
+                kept = iter(spec.strides)
+                strides = tuple(0 if a in axes else next(kept) for a in range(len(shape)))
+                specs[name] = ArraySpec(reduced, strides, spec.dtype)
+        elif name in _STATE:
+            require_same(name, spec.dtype, "this state", accumulator(dtype), "dtype")
+            specs[name] = spec.broadcast_to(shape, name)
+        else:
+            require_same(name, spec.shape, main, shape, "shape")
+            require_same(name, dtypes[name], main, dtype, "dtype")
+    mask = None if where is None else where.broadcast_to(shape, "where")
+    if mask is not None and mask.dtype != np.bool:
+        raise TypeError(f"where has dtype {mask.dtype}; bool is needed (True = takes part)")
+    reduces = operation in ("logsumexp", "softmax_state")
+    return SoftmaxProblem(
+        operation=operation,
+        inputs=tuple(specs.values()),
+        axes=axes,
+        where=mask,
+        out_shape=reduced if reduces else shape,
+        out_dtype=accumulator(dtype) if operation == "softmax_state" else dtype,
+        method=method,
+    )
 
 
 def keep_axes(x: Any, axes: tuple[int, ...], ndim: int) -> Any:

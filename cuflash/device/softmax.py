@@ -38,7 +38,9 @@ def softmax(
     with memory.device_of(outputs[0]):
         sources = [memory.aligned(x) for x in inputs]
         targets = [memory.aligned(x, copy=False) for x in outputs]
-        compute(with_inputs(problem, sources), sources, where, targets, CurrentDevice())
+        if any([source is not x for source, x in zip(sources, inputs, strict=True)]):
+            problem = with_inputs(problem, sources)
+        compute(problem, sources, where, targets, CurrentDevice())
         for target, output in zip(targets, outputs, strict=True):
             memory.copy_unaligned(target, output)
 
