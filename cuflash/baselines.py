@@ -129,17 +129,15 @@ alibi_slopes, softcap, sinks, enable_gqa, return_lse
 
 def _attention(name: str, arrays: AttentionArrays, return_lse: object, **options: Any) -> Any:
     """Validate a call, let the engine's function of this name compute it, return its results."""
+    wanted = flag("return_lse", return_lse)
     call = open_call(arrays, {}, **options)
     problem, core = call.problem, call.core
     with core.device_of(call.arrays.q):
         out = core.empty(problem.out_shape, problem.dtype)
-        lse = core.empty(problem.lse_shape, accumulator(problem.dtype))
+        lse = core.empty(problem.lse_shape, accumulator(problem.dtype)) if wanted else None
         getattr(core, name)(problem, call.arrays, out, lse)
-    out, lse = (
-        call.home.restore(join_heads(out, -4, call.heads)),
-        call.home.restore(join_heads(lse, -3, call.heads)),
-    )
-    return (out, lse) if flag("return_lse", return_lse) else out
+    out = call.home.restore(join_heads(out, -4, call.heads))
+    return (out, call.home.restore(join_heads(lse, -3, call.heads))) if wanted else out
 
 
 def unfused_softmax(x: Any, axis: int = -1) -> Any:

@@ -91,14 +91,14 @@ class Engine(Protocol):
         """
 
     def materialized_attention(
-        self, problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any
+        self, problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any | None
     ) -> None:
-        """Fill `out` and `lse` by the plain formula, all scores in memory."""
+        """Fill `out`, and `lse` if it is wanted, by the plain formula, all scores in memory."""
 
     def scores_fused_attention(
-        self, problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any
+        self, problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any | None
     ) -> None:
-        """Fill `out` and `lse`, all weights in memory, all scores not."""
+        """Fill `out`, and `lse` if it is wanted, all weights in memory, all scores not."""
 
     def matmul_bias_activation(
         self, problem: MatmulProblem, a: Any, b: Any, bias: Any, out: Any

@@ -10,7 +10,14 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ..problem import ArraySpec, AttentionArrays, AttentionProblem, accumulator, softcap_linear
+from ..problem import (
+    ArraySpec,
+    AttentionArrays,
+    AttentionProblem,
+    SoftmaxProblem,
+    accumulator,
+    softcap_linear,
+)
 from ..problem_fused import (
     ACTIVATIONS,
     Dropout,
@@ -24,21 +31,48 @@ from .baselines_plans import STEP_PARAMETERS, plan_scores, step_launch
 from .executor import CurrentDevice, Executor
 from .fused import compute_layer_norm, compute_matmul
 from .layer_norm_plans import write_dropout
+from .softmax import softmax
 
 #: Positions are kept this far from the ends of int64 at most, so that window sides can be added.
 _FAR = 2**62
 
 
 def materialized_attention(
-    problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any
+    problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any | None
 ) -> None:
-    """Fill `out` and `lse` with softmax(scale * q @ k.T) @ v, one whole-array operation at a time.
+    """Fill `out` with softmax(scale * q @ k.T) @ v, one whole-array operation at a time, and `lse`.
 
-    Allocates several arrays of all scores, and synchronises once.
+    Allocates two arrays of all scores, with options more, and synchronises once.
     """
     if 0 in problem.lse_shape:
         return
-    formula(problem, AttentionArrays(*map(memory.readable, arrays)), out, lse)
+    sources = AttentionArrays(*map(memory.readable, arrays))
+    bare = problem.softcap is problem.left is problem.right is None
+    if bare and all(x is None for x in sources[3:]) and bool(cupy.isfinite(sources.v).all()):
+        three_operations(problem, sources, out, lse)
+    else:
+        lse = cupy.empty(problem.lse_shape, accumulator(problem.dtype)) if lse is None else lse
+        formula(problem, sources, out, lse)
+
+
+def three_operations(
+    problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any | None
+) -> None:
+    """Compute S = scale * q @ k.T, P = softmax(S) and P @ v where every row sees every key.
+
+    S and P are in the accumulator's dtype. lse takes one more pass over S.
+    """
+    q, k, v = (x.astype(accumulator(problem.dtype), copy=False) for x in arrays[:3])
+    s = cupy.matmul(q * q.dtype.type(problem.scale), k.swapaxes(-1, -2))
+    p = cupy.empty_like(s)
+    softmax(SoftmaxProblem.of("softmax", {"x": s}, -1), [s], None, [p])
+    if lse is not None:
+        log = cupy.empty((*s.shape[:-1], 1), s.dtype)
+        softmax(SoftmaxProblem.of("logsumexp", {"x": s}, -1), [s], None, [log])
+        # Of an infinite score logsumexp makes inf, attention NaN.
+        lse[...] = cupy.where(log == np.inf, log.dtype.type(np.nan), log)[..., 0]
+    del s
+    out[...] = cupy.matmul(p, v)
 
 
 def formula(problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any) -> None:
@@ -119,7 +153,7 @@ def _weighted_values(p: Any, v: Any, seen: Any) -> Any:
 
 
 def scores_fused_attention(
-    problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any
+    problem: AttentionProblem, arrays: AttentionArrays, out: Any, lse: Any | None
 ) -> None:
     """Fill `out` and `lse`: P = softmax(q @ k.T) by one kernel, and P @ v by another.
 
@@ -128,6 +162,7 @@ def scores_fused_attention(
     """
     if 0 in problem.lse_shape:
         return
+    lse = cupy.empty(problem.lse_shape, accumulator(problem.dtype)) if lse is None else lse
     sources = AttentionArrays(*map(memory.readable, arrays))
     problem = respecified(problem, arrays, sources)
     results = [memory.aligned(x, copy=False) for x in (out, lse)]

@@ -22,11 +22,12 @@ _SCORES = 1 << 19
 
 
 def materialized_attention(
-    problem: AttentionProblem, arrays: AttentionArrays, out: np.ndarray, lse: np.ndarray
+    problem: AttentionProblem, arrays: AttentionArrays, out: np.ndarray, lse: np.ndarray | None
 ) -> None:
     """Fill `out` and `lse` by one whole-array operation after the other."""
     if 0 in problem.lse_shape:
         return
+    lse = np.empty(problem.lse_shape, accumulator(problem.dtype)) if lse is None else lse
     block = select(problem, arrays, ())
     rows = slice(0, problem.tq)
     with np.errstate(all="ignore"):
@@ -35,11 +36,12 @@ def materialized_attention(
 
 
 def scores_fused_attention(
-    problem: AttentionProblem, arrays: AttentionArrays, out: np.ndarray, lse: np.ndarray
+    problem: AttentionProblem, arrays: AttentionArrays, out: np.ndarray, lse: np.ndarray | None
 ) -> None:
     """Fill `out` and `lse`: P = softmax(q @ k.T) block by block, all of it kept, then P @ v."""
     if 0 in problem.lse_shape:
         return
+    lse = np.empty(problem.lse_shape, accumulator(problem.dtype)) if lse is None else lse
     block = select(problem, arrays, ())
     wide = accumulator(problem.dtype)
     p = np.empty((*problem.lse_shape, problem.tk), problem.dtype)

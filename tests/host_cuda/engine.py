@@ -20,7 +20,7 @@ from cuflash.device.compiler import Launch
 from cuflash.device.executor import DeviceLimits
 from cuflash.device.fused import compute_layer_norm, compute_matmul
 from cuflash.device.softmax import compute, with_inputs
-from cuflash.problem import AttentionArrays, AttentionProblem, SoftmaxProblem
+from cuflash.problem import AttentionArrays, AttentionProblem, SoftmaxProblem, accumulator
 from cuflash.problem_fused import (
     Dropout,
     LayerNormArrays,
@@ -121,10 +121,15 @@ class HostCuda:
         compute_layer_norm(problem, dropout, _aligned(arrays), grads, self.executor)
 
     def scores_fused_attention(
-        self, problem: AttentionProblem, arrays: AttentionArrays, out: np.ndarray, lse: np.ndarray
+        self,
+        problem: AttentionProblem,
+        arrays: AttentionArrays,
+        out: np.ndarray,
+        lse: np.ndarray | None,
     ) -> None:
         if 0 in problem.lse_shape:
             return
+        lse = np.empty(problem.lse_shape, accumulator(problem.dtype)) if lse is None else lse
         sources = AttentionArrays(
             *(np.require(x, None, "A") if isinstance(x, np.ndarray) else x for x in arrays)
         )
