@@ -84,35 +84,44 @@ def count(elements: int, launched: Sequence[Launched]) -> list[rows.Row]:
     RuntimeError
         ncu is missing or failed; with what it said.
     """
-    if shutil.which("ncu") is None:
-        raise RuntimeError("ncu (NVIDIA Nsight Compute) is not on the PATH")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        result = subprocess.run(
-            ncu_command(log, elements, launched),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        said = log.read_text() if log.exists() else ""
-    if result.returncode:
-        raise RuntimeError(f"ncu failed:\n{said}\n{result.stdout}\n{result.stderr}")
+        said = ncu(log, *ncu_arguments(elements, launched))
     return describe(launched, parse(said), elements)
 
 
-def ncu_command(log: Path, elements: int, launched: Sequence[Launched]) -> list[str]:
-    """Return the command that counts the launches of `launch`."""
+def ncu(log: Path, options: Sequence[str], arguments: Sequence[str]) -> str:
+    """Run Python with `arguments` under ncu, which writes to `log`; return what it wrote.
+
+    Raises
+    ------
+    RuntimeError
+        ncu is missing or failed; with what it said.
+    """
+    if shutil.which("ncu") is None:
+        raise RuntimeError("ncu (NVIDIA Nsight Compute) is not on the PATH")
+    command = [
+        *("ncu", "--clock-control", "none", *options),
+        *("--csv", "--print-units", "base", "--log-file", str(log)),
+        *(sys.executable, *arguments),
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    said = log.read_text() if log.exists() else ""
+    if result.returncode:
+        raise RuntimeError(f"ncu failed:\n{said}\n{result.stdout}\n{result.stderr}")
+    return said
+
+
+def ncu_arguments(elements: int, launched: Sequence[Launched]) -> tuple[list[str], list[str]]:
+    """Return ncu's options and Python's arguments that count the launches of `launch`."""
     kernels = "|".join(dict.fromkeys(k for each in launched for k in each.residency.kernels))
-    return [
-        "ncu",
-        *("--clock-control", "none"),
+    options = [
         *("--kernel-name-base", "function", "--kernel-name", f"regex:^({kernels})$"),
         *("--metrics", ",".join(METRICS)),
-        *("--csv", "--print-units", "base", "--log-file", str(log)),
-        *(sys.executable, "-m", "benchmarks.memory_traffic", "--elements", str(elements)),
-        *("--launch", *(f"{each.method}:{each.n}" for each in launched)),
     ]
+    pairs = [f"{each.method}:{each.n}" for each in launched]
+    script = ["-m", "benchmarks.memory_traffic", "--elements", str(elements), "--launch", *pairs]
+    return options, script
 
 
 def parse(log: str) -> list[tuple[str, Counts]]:

@@ -1,13 +1,16 @@
 """What is made of softmax's figures: traffic counted by ncu, the table of regimes, the document."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import benchmarks.fused
 import benchmarks.memory_traffic
 import benchmarks.memory_wall
 import benchmarks.softmax_regimes
+import benchmarks.traffic
 import cuflash
 from benchmarks.memory_traffic import Launched
 from cuflash.bench import device, rows
@@ -316,8 +319,23 @@ def test_tables_are_put_between_their_marks() -> None:
     filled = benchmarks.memory_wall.fill(document, made)
     assert filled == "a\n" + "b\n".join(mark.format(name, made[name]) for name in made)
     assert benchmarks.memory_wall.fill(filled, made) == filled
-    with pytest.raises(KeyError):
-        benchmarks.memory_wall.fill(document, {"one": ""})
+    assert benchmarks.memory_wall.fill(filled, {"one": "", "three": ""}) == filled.replace(
+        made["one"], ""
+    )
+
+
+def test_every_table_of_the_documents_is_made() -> None:
+    made = {
+        *benchmarks.memory_wall.tables([], [], []),
+        *benchmarks.fused.tables([]),
+        *benchmarks.traffic.tables([]),
+    }
+    named = [
+        name
+        for page in (ROOT / "docs").glob("*.md")
+        for name in re.findall(r"<!-- table: (\w+) -->", page.read_text())
+    ]
+    assert set(named) == made
 
 
 def test_tables_of_the_document() -> None:

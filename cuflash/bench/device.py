@@ -192,6 +192,36 @@ def idle() -> Call:
     return lambda: kernel((1,), (32,), ())
 
 
+def extra_bytes(call: Call) -> int:
+    """Return the peak of what CuPy's pool hands out during a call, its results aside.
+
+    `call` returns an array or a tuple of arrays and None, arrays that it allocates.
+    """
+    import cupy
+
+    class Peak(cupy.cuda.MemoryHook):  # type: ignore[misc]  # CuPy has no types
+        name = "peak"
+        live = peak = 0
+
+        def malloc_postprocess(self, **event: Any) -> None:
+            self.live += event["mem_size"]
+            self.peak = max(self.peak, self.live)
+
+        def free_postprocess(self, **event: Any) -> None:
+            self.live -= event["mem_size"]
+
+    with Peak() as hook:
+        results = call()
+    arrays = results if isinstance(results, tuple) else (results,)
+    # The pool rounds sizes up; what is left of the results is not a call's own.
+    rounded = sum(-(-x.nbytes // _POOL_BYTES) * _POOL_BYTES for x in arrays if x is not None)
+    return int(hook.peak) - rounded
+
+
+#: What sizes of blocks of CuPy's memory pool are multiples of.
+_POOL_BYTES = 512
+
+
 def memory() -> int:
     """Return the bytes of the current device."""
     import cupy
