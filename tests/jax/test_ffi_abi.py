@@ -38,6 +38,12 @@ NUMBERS = {
     "XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE": ffi_abi.COMMAND_BUFFER_COMPATIBLE,
     "XLA_FFI_API_MAJOR": ffi_abi.API_MAJOR,
 }
+#: What a release named anew, by the name that it had.
+RENAMED = """
+#if XLA_FFI_API_MINOR >= 4
+#define XLA_FFI_Extension_Base XLA_FFI_InternalExtension
+#endif
+"""
 
 
 def members(name):
@@ -64,7 +70,10 @@ def header(tmp_path_factory):
     source = tmp_path_factory.mktemp("abi") / "layout.cpp"
     source.write_text(
         "#include <stdio.h>\n#include <xla/ffi/api/c_api.h>\n"
-        "long long numbers[][2] = {" + "\n".join(lines) + "};\n"
+        + RENAMED
+        + "long long numbers[][2] = {"
+        + "\n".join(lines)
+        + "};\n"
         'int main() { for (auto& pair : numbers) printf("%lld %lld\\n", pair[0], pair[1]); }\n'
     )
     program = source.with_suffix("")
