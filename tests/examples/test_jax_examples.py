@@ -28,13 +28,20 @@ def test_training_fails_where_losses_part(monkeypatch, capsys):
         jax_attention.main([])
 
 
-def test_float64_with_a_pair_bias(capsys):
-    jax_float64.main(["--tokens", "96"])
+@pytest.mark.parametrize("tokens", ["96", "128"])  # with 128 the terms of the loss cancel
+def test_float64_with_a_pair_bias(tokens, capsys):
+    jax_float64.main(["--tokens", tokens])
     theirs, ours = (line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:])
     scratch, *errors = zip(map(float, theirs), map(float, ours), strict=True)
     assert scratch[1] < scratch[0] / 4
     for of_jax, of_cuflash in errors:
         assert of_cuflash < of_jax * 1e-4
+
+
+def test_float64_needs_a_gradient(capsys):
+    with pytest.raises(SystemExit):
+        jax_float64.main(["--tokens", "1"])
+    assert "the gradient is 0" in capsys.readouterr().err
 
 
 def test_float64_fails_where_it_is_not(monkeypatch, capsys):
