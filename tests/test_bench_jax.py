@@ -61,3 +61,17 @@ def test_host_time_of_the_handler(monkeypatch):
     monkeypatch.setattr(host, "execute", execute)
     found = benchmark.measure_handlers("cpu", count=3)
     assert all(row["us"] > 20_000 and not row["met"] for row in found)
+
+
+def test_host_time_of_the_handler_is_all_of_it(monkeypatch):
+    from cuflash.jax import ffi_abi
+
+    read = ffi_abi.addresses
+
+    def addresses(frame):
+        time.sleep(0.02)
+        return read(frame)
+
+    monkeypatch.setattr(ffi_abi, "addresses", addresses)
+    found = benchmark.measure_handlers("cpu", count=3)
+    assert all(row["us"] > 20_000 for row in found)
