@@ -47,7 +47,7 @@ test: lint
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 test-jax: $(JAX_STAMP)
-	$(JAX_VENV)/bin/python -m pytest tests/jax $(PYTEST_ARGS)
+	$(JAX_VENV)/bin/python -m pytest -n auto tests/jax $(PYTEST_ARGS)
 
 lint: $(TEST_STAMP)
 	$(VENV)/bin/ruff check
