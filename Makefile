@@ -94,6 +94,6 @@ $(TEST_STAMP): pyproject.toml | $(VENV)/.created
 	@touch $@
 
 $(JAX_STAMP): pyproject.toml | $(JAX_VENV)/.created
-	$(JAX_VENV)/bin/python $(PIP_INSTALL) '.[testing]' pytest pytest-timeout scipy \
+	$(JAX_VENV)/bin/python $(PIP_INSTALL) '.[testing]' pytest pytest-timeout pytest-xdist scipy \
 	    'jax==$(OLDEST_JAX)' 'jaxlib==$(OLDEST_JAX)'
 	@touch $@
