@@ -3,6 +3,7 @@
 from . import analysis, baselines, fused, reference
 from ._attention import flash_attention, workspace_size
 from ._attention_vjp import flash_attention_varlen_vjp, flash_attention_vjp
+from ._logsumexp import flash_logsumexp, flash_logsumexp_vjp
 from ._online import (
     SoftmaxState,
     merge_attention,
@@ -25,6 +26,8 @@ __all__ = [
     "flash_attention_varlen",
     "flash_attention_varlen_vjp",
     "flash_attention_vjp",
+    "flash_logsumexp",
+    "flash_logsumexp_vjp",
     "fused",
     "log_softmax",
     "log_softmax_vjp",

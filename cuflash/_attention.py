@@ -206,7 +206,7 @@ def workspace_size(
     Parameters
     ----------
     q, k, v : array or description
-        As in `flash_attention`.
+        As in `flash_attention`; a v of None asks for `flash_logsumexp`, or its gradients.
     backward : bool
         Ask for the call of the gradients, all of them, instead of the forward. The same for
         deterministic ones or others; `num_splits` has no meaning there.
@@ -235,8 +235,11 @@ softcap, sinks, enable_gqa, num_splits, method
         of_each = [x.shape for x in (query_offset, key_lengths) if hasattr(x, "shape")]
         ends = ArraySpec((1 + max([math.prod(x) for x in of_each], default=0),), (4,), _ENDS)
         given = given._replace(cu_seqlens_q=ends, cu_seqlens_k=ends)
-    operands, array_options, values = _by_role(given)
+    operands, array_options, values = _by_role(given, without_values=v is None)
     engine_name, described = interop.describe(operands, options=array_options, values=values)
+    if v is None:
+        shape = described["k"].shape
+        described["v"] = described["k"]._replace(shape=(*shape[:-1], *(0 for _ in shape[-1:])))
     core, arrays = engine.load(engine_name), AttentionArrays(**described)
     differentiated = flag("backward", backward)
     problem = AttentionProblem.of(
@@ -282,10 +285,14 @@ def open_call(
     *,
     enable_gqa: object,
     check: object = False,
+    without_values: bool = False,
     **options: Any,
 ) -> AttentionCall:
-    """Recognise and validate the arguments of an attention call; outputs may be None."""
-    home, arrays, outputs, _ = enter(given, outputs_given)
+    """Recognise and validate the arguments of an attention call; outputs may be None.
+
+    Of a call without values the one result, called `out`, is the logsumexp.
+    """
+    home, arrays, outputs, _ = enter(given, outputs_given, without_values=without_values)
     core = engine.load(home.engine)
     problem = AttentionProblem.of(arrays, enable_gqa=enable_gqa, **options)
     heads = (problem.batch_shape[-2], problem.batch_shape[-1]) if enable_gqa else None
@@ -293,10 +300,10 @@ def open_call(
         with core.device_of(arrays.q):
             check_method(problem.method, core.attention_methods(problem), home.engine)
     if outputs:
-        _check_outputs(problem, outputs, arrays, heads)
-    if heads is not None:
-        for name, axis in (("out", -3), ("lse", -2)):
-            if name in outputs:
+        axes = {"out": -2} if without_values else {"out": -3, "lse": -2}
+        _check_outputs(problem, outputs, axes, arrays, heads)
+        for name, axis in axes.items():
+            if heads is not None and name in outputs:
                 outputs[name] = split_axis(outputs[name], axis, heads)
     arrays = ready(problem, arrays, heads, check)
     return AttentionCall(home, core, problem, arrays, outputs, heads, arrays.q.strides)
@@ -346,33 +353,44 @@ def enter(
     given: AttentionArrays,
     outputs_given: dict[str, Any],
     results: dict[str, Any] | None = None,
+    *,
+    without_values: bool = False,
 ) -> tuple[interop.Home, AttentionArrays, dict[str, Any], dict[str, Any]]:
     """Recognise the arrays of a call, and those outputs that are given.
 
     `results` are what a backward reads besides the operands, without those that are None and may
-    be. Return where all live, the operands, the outputs and the results.
+    be. Return where all live, the operands, the outputs and the results. For a call that has no v,
+    it is a view of k without columns.
     """
     results = results or {}
     outputs = {name: x for name, x in outputs_given.items() if x is not None}
     options = [x for x in given[3:] if x is not None and type(x) is not int]
-    home = interop.cupy_home(*given[:3], *results.values(), *options, *outputs.values())
-    if home is not None:
-        return home, given, outputs, results
-    operands, array_options, values = _by_role(given)
-    home, native = interop.enter(
-        operands | results, options=array_options, values=values, outputs=outputs
+    home = interop.cupy_home(
+        *given[: 2 if without_values else 3], *results.values(), *options, *outputs.values()
     )
-    arrays = AttentionArrays._make(map(native.get, AttentionArrays._fields))
-    outputs, results = ({name: native[name] for name in part} for part in (outputs, results))
+    arrays = given
+    if home is None:
+        operands, array_options, values = _by_role(given, without_values=without_values)
+        home, native = interop.enter(
+            operands | results, options=array_options, values=values, outputs=outputs
+        )
+        arrays = AttentionArrays._make(map(native.get, AttentionArrays._fields))
+        outputs, results = ({name: native[name] for name in part} for part in (outputs, results))
+    if without_values:
+        arrays = arrays._replace(v=arrays.k[..., :0] if arrays.k.ndim else arrays.k)
     return home, arrays, outputs, results
 
 
-def _by_role(given: AttentionArrays) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _by_role(
+    given: AttentionArrays, *, without_values: bool
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Split the arguments into operands, array options, and integers; None is left out.
 
-    An operand that is None stays, to be refused by name.
+    An operand that is None stays, to be refused by name, but for v in a call that has none.
     """
-    operands = {"q": given[0], "k": given[1], "v": given[2]}
+    operands = {"q": given[0], "k": given[1]}
+    if not without_values:
+        operands["v"] = given[2]
     options: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for i in range(3, len(given)):
@@ -391,20 +409,21 @@ def check_method(method: str, possible: Sequence[str], engine_name: str) -> None
 def _check_outputs(
     problem: AttentionProblem,
     outputs: dict[str, Any],
+    axes: dict[str, int],
     arrays: AttentionArrays,
     heads: tuple[int, int] | None,
 ) -> None:
     """Raise unless the outputs fit the problem and keep clear of its inputs and each other.
 
-    Arrays are as they were given, with one head axis.
+    `axes` has the head axis of each result. Arrays are as they were given, with one head axis.
     """
     acc = accumulator(problem.dtype)
-    out_dtypes = [problem.dtype] if problem.dtype.itemsize > 2 else [problem.dtype, acc]
-    for name, shape, dtypes in (
-        ("out", joined(problem.out_shape, -4, heads), out_dtypes),
-        ("lse", joined(problem.lse_shape, -3, heads), [acc]),
-    ):
+    rows = problem.out_shape, [problem.dtype, acc][: 1 + (problem.dtype.itemsize == 2)]
+    logs = problem.lse_shape, [acc]
+    for name, axis in axes.items():
         if name in outputs:
+            full, dtypes = rows if axis == -3 else logs
+            shape = joined(full, axis - 1, heads)
             require_output(name, ArraySpec.of(outputs[name]), shape, dtypes)
     if "workspace" in outputs:
         check_workspace(ArraySpec.of(outputs["workspace"]))

@@ -14,7 +14,7 @@ from ._attention import (
     require_workspace,
     split_axis,
 )
-from .problem import ArraySpec, AttentionArrays, AttentionProblem, head_axes
+from .problem import ArraySpec, AttentionArrays, AttentionProblem, head_axes, joined
 from .problem_vjp import OPERAND_OF, AttentionGrads, AttentionResults, AttentionVjpProblem
 
 
@@ -121,7 +121,7 @@ def flash_attention_vjp(
     >>> cuflash.flash_attention_vjp(np.ones_like(out), q, k, v, out, lse).dv.ravel()
     array([0.25, 0.25, 0.25, 0.25])
     """
-    return _pull_back(
+    return pull_back(
         AttentionArrays(
             q, k, v, mask, bias, alibi_slopes, sinks, query_offset, query_lengths, key_lengths
         ),
@@ -220,7 +220,7 @@ check
     for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if ends is None:
             raise TypeError(f"{name} must be an array of int32 or int64, got None")
-    return _pull_back(
+    return pull_back(
         AttentionArrays(
             q,
             k,
@@ -246,7 +246,7 @@ check
     )
 
 
-def _pull_back(
+def pull_back(
     given: AttentionArrays,
     results_given: AttentionResults,
     grads_given: AttentionGrads | None,
@@ -256,14 +256,22 @@ def _pull_back(
     check: object,
     deterministic: object,
     method: object,
+    without_values: bool = False,
     **options: Any,
 ) -> AttentionGrads:
-    """Validate a call, allocate what is to be, compute, return the caller's kind of arrays."""
+    """Validate a call, allocate what is to be, compute, return the caller's kind of arrays.
+
+    A call without values has neither v nor dout and out, and needs dlse.
+    """
     buffers = _requested(grads_given)
+    if without_values and "dv" in buffers:
+        raise ValueError("dv was given but there is no v; there is no such gradient")
+    absent = ("dout", "out") if without_values else ("dlse",) if results_given.dlse is None else ()
     home, arrays, outputs, read = enter(
         given,
         {**buffers, "workspace": workspace},
-        {name: x for name, x in results_given._asdict().items() if x is not None or name != "dlse"},
+        {name: x for name, x in results_given._asdict().items() if name not in absent},
+        without_values=without_values,
     )
     core, scratch = engine.load(home.engine), outputs.pop("workspace", None)
     forward = AttentionProblem.of(arrays, enable_gqa=enable_gqa, **options)
@@ -274,7 +282,11 @@ def _pull_back(
                 name: core.empty(x.shape, x.dtype, x.strides)
                 for name, operand in OPERAND_OF.items()
                 if (x := getattr(arrays, operand)) is not None
+                and not (without_values and operand == "v")
             }
+        if without_values:
+            nothing = core.empty(joined(forward.out_shape, -4, heads), forward.dtype)
+            read |= {"dout": nothing, "out": nothing}
         results = AttentionResults(**read)
         problem = AttentionVjpProblem.of(
             forward,

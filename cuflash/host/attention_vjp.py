@@ -161,7 +161,7 @@ class _Lane:
 
     def _key(self, name: str, unit: _Unit) -> _Key:
         """Name the part of a sum that a unit adds to."""
-        own_rows = name == "dq" or (name == "dbias" and _bias_has_rows(self._piece))
+        own_rows = name == "dq" or (name == "dbias" and self._piece.sums[name].shape[-2] != 1)
         share, origin = unit.share if own_rows else 0, self._piece.origin.get(name, 0)
         return name, (origin, share, *(part.start for part in self._region(name, unit)))
 
@@ -188,9 +188,15 @@ class _Lane:
         self._partial.clear()
 
 
-def _bias_has_rows(piece: _Piece) -> bool:
-    """Tell whether the gradient of a bias is asked for that has a part for each row of scores."""
-    return "dbias" in piece.sums and piece.sums["dbias"].shape[-2] != 1
+def _bias_with_rows(piece: _Piece) -> tuple[int, ...] | None:
+    """Return the shape, with all axes, of a bias that has a part for each row of scores.
+
+    Also if its gradient is not asked for: no order of a sum is to depend on that.
+    """
+    bias = piece.arrays.bias
+    if bias is None or bias.ndim < 2 or bias.shape[-2] == 1:
+        return None
+    return (1,) * (len(piece.problem.lse_shape) + 1 - bias.ndim) + bias.shape
 
 
 def _lanes(piece: _Piece) -> Iterator[_Lane]:
@@ -205,10 +211,10 @@ def _lanes(piece: _Piece) -> Iterator[_Lane]:
     plan = TilePlan.of(problem, _TILES)
     row_tiles = [slice(i, min(i + plan.rows, problem.tq)) for i in range(0, problem.tq, plan.rows)]
     groups: dict[object, list[Index]] = {}
+    sizes = _bias_with_rows(piece)
     for index in plan.batches(problem.batch_shape):
         key = [part.start for part in index]
-        if _bias_has_rows(piece):
-            sizes = piece.sums["dbias"].shape
+        if sizes is not None:
             key = [0 if size == 1 else at for at, size in zip(key, sizes, strict=False)]
         groups.setdefault(tuple(key), []).append(index)
     # Every n-th tile makes a share, since causal tiles grow with the row.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -29,7 +29,10 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class ReferenceGrads(NamedTuple):
-    """Gradients in float64, each of its operand's shape; None for an operand that was not given."""
+    """Gradients in float64, each of its operand's shape; None for an operand that was not given.
+
+    Of a logsumexp alone, dv is of no columns.
+    """
 
     dq: Result
     dk: Result
@@ -227,6 +230,38 @@ def attention(
     return narrow(out), narrow(lse[..., 0])
 
 
+def attention_logsumexp(
+    q: ArrayLike,
+    k: ArrayLike,
+    *,
+    precision: DTypeLike = np.longdouble,
+    **options: Unpack[ScoreOptions],
+) -> Result:
+    """Logsumexp of attention's scores, which no value changes: :func:`attention` without values.
+
+    Parameters
+    ----------
+    q, k
+        Shapes (..., Tq, D), (..., Tk, D); leading axes broadcast to the batch shape.
+    precision
+        Dtype of the computation.
+    **options
+        See :class:`ScoreOptions`.
+
+    Returns
+    -------
+    numpy.ndarray
+        float64, batch + (Tq,); -inf in rows with neither a visible key nor a sink.
+    """
+    _, lse = attention(q, k, _no_values(k), precision=precision, **options)
+    return lse
+
+
+def _no_values(k: ArrayLike) -> NDArray[Any]:
+    """Values of no columns for these keys."""
+    return np.asarray(k)[..., :0]
+
+
 @ieee
 def merge_attention(
     out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
@@ -352,6 +387,36 @@ def attention_vjp(
         dbias=None if bias is None else narrow(sum_to(ds, np.shape(bias))),
         dsinks=None if sinks is None else narrow(sum_to(dsink, np.shape(sinks))),
     )
+
+
+def attention_logsumexp_vjp(
+    dlse: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    *,
+    precision: DTypeLike = np.longdouble,
+    **options: Unpack[ScoreOptions],
+) -> ReferenceGrads:
+    """Pull `dlse` back through :func:`attention_logsumexp`: ``dS = P * dlse``.
+
+    Parameters
+    ----------
+    dlse
+        Cotangent of lse, batch + (Tq,).
+    q, k
+        As for :func:`attention_logsumexp`.
+    precision
+        Dtype of the computation.
+    **options
+        See :class:`ScoreOptions`.
+
+    Returns
+    -------
+    ReferenceGrads
+        dq, dk, dbias, dsinks, each of its operand's shape: axes that broadcast are summed.
+    """
+    nothing = np.zeros((*np.shape(dlse), 0))
+    return attention_vjp(nothing, q, k, _no_values(k), dlse=dlse, precision=precision, **options)
 
 
 @ieee

@@ -3,7 +3,8 @@
 Cases describe inputs (`AttentionCase`, `VarlenCase`, `SoftmaxCase`, `MergeCase`), strategies draw
 them (`attention_problems`, `varlen_problems`, `softmax_problems`, `merge_problems`: these need
 hypothesis), bounds say how exact a result must be, and properties, functions of a callable and a
-case, say what must hold: of attention, of its gradients, of softmax.
+case, say what must hold: of attention, of its gradients, of softmax. `cuflash.testing.logsumexp`
+gives those of attention a logsumexp of scores alone.
 `cuflash.testing.adapters` has other libraries behind our signatures, and `cuflash.testing.fuzz`
 (which needs hypothesis, too) holds an implementation to all of it, as the command ``cuflash fuzz``.
 """

@@ -4,13 +4,20 @@ import importlib
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 import cuflash
 from cuflash.testing.gradients import GRADIENT_PROPERTIES
+from cuflash.testing.problems import AttentionCase
 from cuflash.testing.strategies import attention_problems, varlen_problems
 from cuflash.testing.varlen_gradients import VARLEN_GRADIENT_PROPERTIES
 from tests.host.test_attention_properties import _BORDERS, _SMALL_TILES, few_examples
+
+#: A bias that entries share, which also share their keys: two sums over entries.
+SHARED_BIAS = AttentionCase(
+    q_batch=(2, 3), k_batch=(1,), v_batch=(1,), tq=15, tk=15, dtype="float64", bias=(3, 15, 15),
+    bias_dtype="float64", enable_gqa=True,
+)  # fmt: skip
 
 _ENGINE = importlib.import_module("cuflash.host.attention_vjp")
 
@@ -27,6 +34,7 @@ def varlen_in_small_tiles(*operands, **options):
 
 @pytest.mark.parametrize("law", GRADIENT_PROPERTIES)
 @given(case=attention_problems(borders=_BORDERS, max_tokens=70, max_products=400_000))
+@example(case=SHARED_BIAS)
 def test_small_tiles(law, case):
     GRADIENT_PROPERTIES[law](in_small_tiles, case)
 
