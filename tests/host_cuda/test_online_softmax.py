@@ -81,5 +81,7 @@ def test_push_gives_the_softmax(x):
     )
     tolerance = {"rtol": 200 * np.finfo(x.dtype).eps, "atol": np.finfo(x.dtype).tiny}
     assert result[0] == x.max(initial=-np.inf) or np.isnan(x).any()
-    np.testing.assert_allclose(result[2], reference.logsumexp(x), **tolerance)
     np.testing.assert_allclose(result[3:], reference.softmax(x), **tolerance)
+    # A logarithm near 0 is that of a sum near 1, which is rounded as 1 is.
+    tolerance["atol"] = 8 * np.finfo(x.dtype).eps
+    np.testing.assert_allclose(result[2], reference.logsumexp(x), **tolerance)
