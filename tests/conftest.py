@@ -20,7 +20,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 # No deadline, no verdict on slowness: examples differ in size by orders of magnitude, and
 # machines are shared.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
-settings.register_profile("ci", derandomize=True, max_examples=30, **_COMMON)
+settings.register_profile("ci", derandomize=True, max_examples=50, **_COMMON)
 settings.register_profile("dev", max_examples=50, **_COMMON)
 settings.register_profile("thorough", max_examples=1000, **_COMMON)
 settings.load_profile("ci")
