@@ -203,6 +203,13 @@ def plan_of(tq, tk, d, dv, *, dtype=np.float32, batch=(), limits=H200, **options
     return plan_attention(problem, out, None, limits)
 
 
+def test_sums_of_float16_are_kept_in_float32():
+    """Over several tiles of keys: lse would have errors of 2^-11 else."""
+    q, k, v = (normal(i, t, 40, dtype=np.float16) for i, t in enumerate((20, 300, 300)))
+    out, lse = on_host_cuda(cuflash.flash_attention)(q, k, v, method="simt", return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v))
+
+
 def test_few_queries_split_long_keys():
     assert plan_of(1, 65536, 64, 64).splits == 256
     assert plan_of(1, 65536, 64, 64, batch=(32,)).splits == 8
