@@ -29,6 +29,7 @@ from .attention_plans_decode import (
 from .attention_plans_mma import (
     MmaTile,
     forward_mma,
+    has_full_matrices,
     mma_kernels,
     mma_obstacle,
     mma_score,
@@ -278,13 +279,14 @@ def _forward(problem: AttentionProblem, limits: DeviceLimits) -> _Forward:
         return _Forward(method, wgmma, kernel, wgmma.threads, wgmma.shared_bytes, True)
     if method == "mma":
         score = mma_score(problem, score)
-        decode = decode_tile(problem, limits)
+        full = has_full_matrices(limits)
+        decode = decode_tile(problem, limits) if full else None
         if decode is not None:
             kernel = decode_mma(problem.dtype, score, decode)
             threads, packed = 32 * decode.warps, packing(problem)
             return _Forward(method, decode, kernel, threads, decode.shared_bytes, True, packed)
         mma = mma_tile(problem, score, limits)
-        kernel = forward_mma(problem.dtype, score, mma)
+        kernel = forward_mma(problem.dtype, score, mma, full=full)
         return _Forward(method, mma, kernel, 32 * mma.warps, mma.shared_bytes, True)
     tile = simt_tile(problem, limits)
     held = _held_chunks(problem, tile, limits)

@@ -15,7 +15,7 @@ pytest.importorskip("cupy", reason="kernels are compiled through CuPy")
 
 from cuflash.device.attention_plans import SIMT_TILES, attention_kernels
 from cuflash.device.attention_plans_decode import DECODE_TILES
-from cuflash.device.attention_plans_mma import MMA_TILES
+from cuflash.device.attention_plans_mma import MMA_TILES, sm75_kernels
 from cuflash.device.attention_vjp_plans import VJP_TILES, attention_vjp_kernels
 from cuflash.device.attention_vjp_plans_mma import KEYS_TILES, QUERIES_TILES
 from cuflash.device.attention_vjp_plans_wgmma import BACKWARD_WGMMA_TILES
@@ -35,6 +35,10 @@ COVERING_MMA_TILES = (
     "MmaTile<2, 4, 64, 64, 64,",
     "DecodeTile<4, 16, 128, 128, 3,",
     "KeysTile<128, 64, 64,",
+)
+COVERING_SM75 = (
+    "FullScore<float>, cuflash::MmaTile<1, 4, 32, 128, 128, false, 1>>",
+    "RangedScore<float>, cuflash::MmaTile<1, 4, 32, 64, 64, true, 2>>",
 )
 #: ptxas fills 255 registers, and for 16-bit inputs, converted as they are loaded, up to 5 words
 #: more beside the sums of a tile, for gradients in float64 one; on tensor cores no tile may spill,
@@ -137,6 +141,22 @@ def test_compiles_without_spills(program, reports):
         assert max(report.spill_stores, report.spill_loads) <= allowed, report
         # What is in registers is all that a thread has: no array of scores of its own.
         assert report.stack <= 2 * allowed, report
+
+
+SM75 = [
+    (kernel, architecture)
+    for kernel in sm75_kernels()
+    for architecture in ("sm_75", "sm_90a")
+    if os.environ.get("CUFLASH_COMPILE_ALL")
+    or (kernel.expression.endswith(COVERING_SM75) and architecture == "sm_75")
+]
+
+
+@pytest.mark.parametrize(("kernel", "architecture"), SM75, ids=str)
+def test_products_of_sm_75_compile_without_spills(kernel, architecture):
+    """They run on newer devices too, where the GPU suite runs them."""
+    (report,) = compile_only(kernel.source, [kernel.expression], architecture).values()
+    assert max(report.spill_stores, report.spill_loads, report.stack) == 0, report
 
 
 def test_the_long_run_leaves_no_variant_out(monkeypatch):
