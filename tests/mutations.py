@@ -237,6 +237,13 @@ MUTATIONS = [
         f"{CUDA_LAWS}[matches_oracle]",
     ),
     Mutation(
+        "kernel: one column of values taken for none",
+        SIMT,
+        "if (p.values == 0) continue;",
+        "if (p.values <= 1) continue;",
+        f"{CUDA_LAWS}[matches_oracle]",
+    ),
+    Mutation(
         "kernel: tail of the last tile not masked",
         SIMT,
         "if (key < low || key >= high)",
