@@ -33,6 +33,18 @@ struct AccumulatorOf<double> {
 template <typename T>
 using Accumulator = typename AccumulatorOf<T>::type;
 
+// A number as the launch gives it, in either type: conversions from double take long.
+struct Real {
+    double wide;
+    float narrow;
+
+    template <typename A>
+    __device__ __forceinline__ A as() const {
+        if constexpr (sizeof(A) == sizeof(double)) return wide;
+        return narrow;
+    }
+};
+
 __device__ __forceinline__ double widen(double x) {
     return x;
 }
