@@ -13,6 +13,7 @@ from ..problem import ArraySpec, AttentionProblem, accumulator, c_strides
 from ..problem_vjp import AttentionGrads, AttentionResults, AttentionVjpProblem
 from .attention_plans import SIMT_TILES, attention_obstacles, plan_attention
 from .attention_plans_decode import DECODE_TILES
+from .attention_plans_dmma import DMMA_TILES
 from .attention_plans_mma import MMA_TILES, SM75_TILES
 from .attention_plans_wgmma import WGMMA_TILES
 from .attention_vjp_plans import attention_vjp_obstacles, plan_attention_vjp
@@ -79,6 +80,7 @@ def _reason(tile: object) -> str:
         WGMMA_TILES,
         MMA_TILES,
         SM75_TILES,
+        DMMA_TILES,
         DECODE_TILES,
         SIMT_TILES,
     )

@@ -16,6 +16,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 _CAPABLE = {
     "attention/backward_mma.cu": lambda capability: capability >= 80,
     "attention/decode_mma.cu": lambda capability: capability >= 80,
+    "attention/forward_dmma.cu": lambda capability: capability >= 80,
     "attention/forward_mma.cu": lambda capability: capability >= 80,
     "attention/forward_wgmma.cu": lambda capability: capability == 90,
     "attention/backward_wgmma.cu": lambda capability: capability == 90,

@@ -194,6 +194,11 @@ inline int __double2loint(double x) {
     memcpy(&bits, &x, sizeof(bits));
     return int(bits);
 }
+inline int __double2hiint(double x) {
+    long long bits;
+    memcpy(&bits, &x, sizeof(bits));
+    return int(bits >> 32);
+}
 inline double __hiloint2double(int high, int low) {
     const long long bits = (long long)(unsigned(high)) << 32 | unsigned(low);
     double x;
