@@ -238,8 +238,7 @@ softcap, sinks, enable_gqa, num_splits, method
     operands, array_options, values = _by_role(given, without_values=v is None)
     engine_name, described = interop.describe(operands, options=array_options, values=values)
     if v is None:
-        shape = described["k"].shape
-        described["v"] = described["k"]._replace(shape=(*shape[:-1], *(0 for _ in shape[-1:])))
+        described["v"] = described["k"].without_columns()
     core, arrays = engine.load(engine_name), AttentionArrays(**described)
     differentiated = flag("backward", backward)
     problem = AttentionProblem.of(

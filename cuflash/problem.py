@@ -46,6 +46,10 @@ class ArraySpec(NamedTuple):
             strides = c_strides(shape, dtype.itemsize)
         return cls(shape, tuple(strides), dtype)
 
+    def without_columns(self) -> Self:
+        """Return the spec of the view `x[..., :0]`, of x itself if that has no axis."""
+        return self._replace(shape=(*self.shape[:-1], *(0 for _ in self.shape[-1:])))
+
     def broadcast_to(self, shape: tuple[int, ...], name: str) -> Self:
         """Return the spec of `numpy.broadcast_to(x, shape)`, or raise ValueError naming it."""
         if self.shape == shape:
@@ -458,16 +462,17 @@ def _batch_shape(grouped: bool, **specs: ArraySpec) -> tuple[int, ...]:
     Heads in groups broadcast to q's.
     """
     batch: tuple[int, ...] = ()
+    before: list[str] = []
     for name, spec in specs.items():
         axes = spec.shape[:-2]
         try:
             batch = np.broadcast_shapes(batch, (*axes[:-1], 1) if grouped and name != "q" else axes)
         except ValueError:
-            before = ", ".join(f"{n} {s.shape}" for n, s in specs.items() if n != name)
             raise ValueError(
                 f"{name} has batch axes {axes} (shape {spec.shape}), "
-                f"which do not broadcast with those of {before}"
+                f"which do not broadcast with those of {', '.join(before)}"
             ) from None
+        before.append(f"{name} {spec.shape}")
     return batch
 
 

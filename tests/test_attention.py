@@ -538,7 +538,7 @@ def test_grouped_heads_are_broadcasting_and_options_use_the_heads_of_q() -> None
         ("k", ones(2, 2, 6, 7), "k has 7 features (shape (2, 2, 6, 7)) but q has 8 (shape (2, 4, "),
         ("v", ones(2, 2, 5, 3), "v has 5 tokens (shape (2, 2, 5, 3)) but k has 6 (shape (2, 2, 6"),
         ("k", ones(3, 2, 6, 8), "k has batch axes (3, 2) (shape (3, 2, 6, 8)), which do not bro"),
-        ("k", ones(3, 2, 6, 8), "with those of q (2, 4, 5, 8), v (2, 2, 6, 3)"),
+        ("k", ones(3, 2, 6, 8), "with those of q (2, 4, 5, 8)"),
         ("mask", ones(2, 5, 6, dtype=bool), "(2, 5, 6), which does not broadcast to (2, 4, 5, 6)"),
         ("bias", ones(5, 7), "(5, 7), which does not broadcast to (2, 4, 5, 6)"),
         ("alibi_slopes", ones(2), "(2,), which does not broadcast to (2, 4)"),

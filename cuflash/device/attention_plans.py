@@ -26,9 +26,18 @@ from .attention_plans_decode import (
     decode_tile,
     packing,
 )
+from .attention_plans_dmma import (
+    DmmaTile,
+    dmma_kernels,
+    dmma_obstacle,
+    dmma_tile,
+    forward_dmma,
+)
 from .attention_plans_mma import (
     MmaTile,
     forward_mma,
+    has_full_matrices,
+    is_foldable,
     mma_kernels,
     mma_obstacle,
     mma_score,
@@ -175,6 +184,8 @@ SIMT_TILES = (
 _RESERVED_SHARED = 2048
 #: Blocks a multiprocessor from which on keys are left whole: what it runs at once.
 _WAVE = 2
+#: Queries for which `simt` has tiles of their own.
+_FEW_QUERIES = 16
 #: Least key tiles of a share: below, writing and merging partial results costs more than it gains.
 _SHARE_TILES = 4
 
@@ -200,7 +211,7 @@ def simt_tile(problem: AttentionProblem, limits: DeviceLimits) -> SimtTile:
     )
 
 
-Tile = SimtTile | MmaTile | DecodeTile | WgmmaTile
+Tile = SimtTile | MmaTile | DmmaTile | DecodeTile | WgmmaTile
 SCORES = ("PlainScore", "RangedScore", "FullScore")
 
 
@@ -227,18 +238,20 @@ def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     for choice, score in product(SIMT_TILES, SCORES):
         if choice.accumulator == acc.name:
             yield _forward_simt(dtype, score, choice.tile)
-    yield from mma_kernels(dtype)
+    yield from dmma_kernels() if dtype == np.float64 else mma_kernels(dtype)
     yield from wgmma_kernels(dtype)
     yield from combine_kernels(dtype)
 
 
 def attention_obstacles(problem: AttentionProblem, limits: DeviceLimits) -> dict[str, str | None]:
     """Return why each kernel family cannot run a problem, None if it can, the fastest first."""
-    return {
-        "wgmma": wgmma_obstacle(problem, score_pipeline(problem), limits),
-        "mma": mma_obstacle(problem, limits),
-        "simt": None,
-    }
+    families: dict[str, str | None] = {"mma": mma_obstacle(problem, limits), "simt": None}
+    if problem.dtype == np.float64:
+        families["mma"] = dmma_obstacle(problem, limits)
+        if problem.mean_tq <= _FEW_QUERIES:
+            # A few rows wait for memory, and fill no tile of tensor cores.
+            families = dict(reversed(families.items()))
+    return {"wgmma": wgmma_obstacle(problem, score_pipeline(problem), limits), **families}
 
 
 def attention_methods(problem: AttentionProblem, limits: DeviceLimits) -> tuple[str, ...]:
@@ -276,15 +289,21 @@ def _forward(problem: AttentionProblem, limits: DeviceLimits) -> _Forward:
         assert pipeline is not None, "a method was checked to run the problem"
         kernel = forward_wgmma(problem.dtype, pipeline, wgmma)
         return _Forward(method, wgmma, kernel, wgmma.threads, wgmma.shared_bytes, True)
+    if method == "mma" and problem.dtype == np.float64:
+        score = score if is_foldable(problem.scale) else "FullScore"  # other scales are a step
+        dmma = dmma_tile(problem, limits)
+        kernel = forward_dmma(score, dmma)
+        return _Forward(method, dmma, kernel, 32 * dmma.warps, dmma.shared_bytes, True)
     if method == "mma":
         score = mma_score(problem, score)
-        decode = decode_tile(problem, limits)
+        full = has_full_matrices(limits)
+        decode = decode_tile(problem, limits) if full else None
         if decode is not None:
             kernel = decode_mma(problem.dtype, score, decode)
             threads, packed = 32 * decode.warps, packing(problem)
             return _Forward(method, decode, kernel, threads, decode.shared_bytes, True, packed)
         mma = mma_tile(problem, score, limits)
-        kernel = forward_mma(problem.dtype, score, mma)
+        kernel = forward_mma(problem.dtype, score, mma, full=full)
         return _Forward(method, mma, kernel, 32 * mma.warps, mma.shared_bytes, True)
     tile = simt_tile(problem, limits)
     held = _held_chunks(problem, tile, limits)

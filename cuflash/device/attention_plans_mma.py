@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -133,6 +134,23 @@ MMA_TILES = (
     ),
 )  # fmt: skip
 
+#: The same for compute capability 7.5, float16 alone: two blocks, or one, in 64 KB.
+SM75_TILES = (
+    MmaChoice(
+        math.inf, 32, 32, True, MmaTile(2, 4, 64, 32, 32, True, 2), "32 rows a warp, as above"
+    ),
+    MmaChoice(
+        math.inf, 64, 64, True, MmaTile(1, 4, 32, 64, 64, True, 2),
+        "half the rows and keys: two blocks, of which one computes while the other's loads arrive",
+    ),
+    MmaChoice(
+        math.inf, 128, 128, True, MmaTile(1, 4, 32, 128, 128, False, 1),
+        "48 KB: one block; wider ones have no room for 32 keys, of whose masks a lane has 16 bytes",
+    ),
+)  # fmt: skip
+#: From here on there are background copies, products of depth 16, and bfloat16.
+_FULL_MATRICES = 80
+
 #: Score pipelines without steps, and those with a single one, by the option that is the step.
 _BOUNDS = ("PlainScore", "RangedScore")
 _SINGLE_STEPS = {
@@ -141,6 +159,7 @@ _SINGLE_STEPS = {
     "alibi_slopes": "AlibiScore",
     "mask": "MaskScore",
 }
+_STEPS = (*_SINGLE_STEPS.values(), "FullScore")
 #: Those that come after the scale, which is thus never folded into the exponent.
 _SCALED_STEPS = ("softcap", "bias")
 #: The widest heads there is a tile for.
@@ -156,9 +175,29 @@ def mma_obstacle(problem: AttentionProblem, limits: DeviceLimits) -> str | None:
         return "needs float16 or bfloat16"
     if max(problem.d, problem.dv) > WIDEST:
         return f"needs at most {WIDEST} features and columns of v"
-    if int(limits.compute_capability) < 80:
-        return "needs compute capability 8.0"
+    if has_full_matrices(limits):
+        return None
+    widest = SM75_TILES[-1]
+    if int(limits.compute_capability) < 75:
+        return "needs compute capability 7.5"
+    if problem.dtype != np.float16:
+        return "needs compute capability 8.0 for bfloat16"
+    if max(problem.d, problem.dv) > widest.features:
+        return f"needs compute capability 8.0 for more than {widest.features} features"
     return None
+
+
+def full_mma_obstacle(problem: AttentionProblem, limits: DeviceLimits) -> str | None:
+    """Return the same for kernels that need the matrix instructions of sm_80."""
+    obstacle = mma_obstacle(problem, limits)
+    if obstacle is None and not has_full_matrices(limits):
+        return "needs compute capability 8.0"
+    return obstacle
+
+
+def has_full_matrices(limits: DeviceLimits) -> bool:
+    """Tell whether a device has the matrix instructions of sm_80, not those of sm_75 alone."""
+    return int(limits.compute_capability) >= _FULL_MATRICES
 
 
 def mma_score(problem: AttentionProblem, score: str) -> str:
@@ -180,7 +219,7 @@ def mma_tile(problem: AttentionProblem, score: str, limits: DeviceLimits) -> Mma
     """Return the first tile of the table that fits the problem and the device."""
     fitting = [
         choice.tile
-        for choice in MMA_TILES
+        for choice in (MMA_TILES if has_full_matrices(limits) else SM75_TILES)
         if problem.mean_tq <= choice.queries
         and problem.d <= choice.features
         and problem.dv <= choice.values
@@ -193,10 +232,10 @@ def mma_tile(problem: AttentionProblem, score: str, limits: DeviceLimits) -> Mma
     return min(fitting, key=lambda tile: tile.shared_bytes)
 
 
-def forward_mma(dtype: np.dtype, score: str, tile: MmaTile) -> KernelName:
-    """Name the kernel for a dtype, a score pipeline and a tile."""
+def forward_mma(dtype: np.dtype, score: str, tile: MmaTile, *, full: bool = True) -> KernelName:
+    """Name the kernel for a dtype, a score pipeline and a tile; `full` as `has_full_matrices`."""
     return KernelName(
-        "attention/forward_mma.cu",
+        "attention/forward_mma.cu" if full else "attention/forward_mma_sm75.cu",
         f"cuflash::forward_mma<{C_TYPES[dtype.name]}, cuflash::{score}<float>, {tile.expression}>",
     )
 
@@ -204,8 +243,13 @@ def forward_mma(dtype: np.dtype, score: str, tile: MmaTile) -> KernelName:
 def mma_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     """Yield every kernel that a plan for q, k, v of this dtype can launch."""
     if dtype.itemsize == 2:
-        steps = (*_SINGLE_STEPS.values(), "FullScore")
         for choice in MMA_TILES:
-            for score in _BOUNDS + steps * choice.steps:
+            for score in _BOUNDS + _STEPS * choice.steps:
                 yield forward_mma(dtype, score, choice.tile)
         yield from decode_kernels(dtype)
+
+
+def sm75_kernels() -> Iterator[KernelName]:
+    """Yield every kernel that a plan for compute capability 7.5 can launch on tensor cores."""
+    for choice, score in product(SM75_TILES, _BOUNDS + _STEPS):
+        yield forward_mma(np.dtype(np.float16), score, choice.tile, full=False)

@@ -13,7 +13,8 @@ from ..problem import ArraySpec, AttentionProblem, accumulator, c_strides
 from ..problem_vjp import AttentionGrads, AttentionResults, AttentionVjpProblem
 from .attention_plans import SIMT_TILES, attention_obstacles, plan_attention
 from .attention_plans_decode import DECODE_TILES
-from .attention_plans_mma import MMA_TILES
+from .attention_plans_dmma import DMMA_TILES
+from .attention_plans_mma import MMA_TILES, SM75_TILES
 from .attention_plans_wgmma import WGMMA_TILES
 from .attention_vjp_plans import attention_vjp_obstacles, plan_attention_vjp
 from .executor import DeviceLimits
@@ -75,5 +76,12 @@ def _dense(shape: tuple[int, ...], dtype: np.dtype) -> ArraySpec:
 
 def _reason(tile: object) -> str:
     """Return why the tables have a tile."""
-    tables: tuple[Iterable[Any], ...] = (WGMMA_TILES, MMA_TILES, DECODE_TILES, SIMT_TILES)
+    tables: tuple[Iterable[Any], ...] = (
+        WGMMA_TILES,
+        MMA_TILES,
+        SM75_TILES,
+        DMMA_TILES,
+        DECODE_TILES,
+        SIMT_TILES,
+    )
     return next(choice.reason for choice in chain(*tables) if choice.tile == tile)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..problem import ArraySpec, AttentionProblem
 from ..problem_vjp import AttentionVjpProblem
-from .attention_plans_mma import MmaTile, is_foldable, mma_obstacle
+from .attention_plans_mma import MmaTile, full_mma_obstacle, is_foldable
 from .attention_vjp_stages import Sweep, bias_tiles
 from .compiler import KernelName
 from .executor import DeviceLimits
@@ -187,7 +187,7 @@ _SUM_ROWS, _SUM_THREADS = 32, 128
 
 def mma_vjp_obstacle(problem: AttentionVjpProblem, limits: DeviceLimits) -> str | None:
     """Return why tensor cores cannot compute these gradients; None if they can."""
-    return mma_obstacle(problem.forward, limits)
+    return full_mma_obstacle(problem.forward, limits)
 
 
 def vjp_mma_tile(

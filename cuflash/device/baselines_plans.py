@@ -12,7 +12,7 @@ import numpy as np
 
 from ..problem import ArraySpec, AttentionProblem, accumulator
 from .attention_plans import score_pipeline
-from .attention_plans_mma import MmaTile, mma_obstacle, mma_score
+from .attention_plans_mma import MmaTile, full_mma_obstacle, mma_score
 from .compiler import KernelName, Launch, ParameterBlock
 from .executor import DeviceLimits
 from .layer_norm_plans import DROPOUT, are_packed
@@ -105,7 +105,7 @@ def plan_scores(
     problem: AttentionProblem, weights: ArraySpec, lse: ArraySpec, limits: DeviceLimits
 ) -> ScoresPlan:
     """Plan the kernel that fills `weights` (..., Tq, Tk) and `lse` (..., Tq)."""
-    if mma_obstacle(problem, limits) is None:
+    if full_mma_obstacle(problem, limits) is None:
         score = mma_score(problem, score_pipeline(problem))
         known = score if score in MMA_SCORES else "FullScore"
         score = "RangedScore" if score == "PlainScore" else known

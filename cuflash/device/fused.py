@@ -24,14 +24,7 @@ from ..problem_fused import (
 from . import memory
 from .executor import CurrentDevice, Executor
 from .fused_plans import is_fetched, plan_epilogue, plan_matmul, takes_library, tensor_cores
-from .layer_norm_plans import (
-    LAYER_NORM_PARAMETERS,
-    are_packed,
-    partial_bytes,
-    plan_layer_norm,
-    write_dropout,
-)
-from .parameters import BatchPlan
+from .layer_norm_plans import are_packed, partial_bytes, plan_layer_norm, row_stride
 from .tensor_map import ALIGNMENT
 
 
@@ -142,45 +135,39 @@ def compute_layer_norm(
     Results lie in C order.
     """
     grads = results if isinstance(results, LayerNormGrads) else None
-    main = results[0] if grads is None else grads.dx
     rows, columns = math.prod(problem.rows_shape), problem.columns
+    itemsize, address = problem.dtype.itemsize, executor.address
     inputs = [_with_even_rows(x) for x in (arrays.x, arrays.residual, arrays.dy)]
-    outputs = [main, None if grads is None else grads.dresidual]
     vectors = [_contiguous(x) for x in (arrays.bias, arrays.gamma, arrays.beta)]
-
-    def address(x: Any) -> int:
-        return 0 if x is None else executor.address(x)
-
-    pointers = [address(x) for x in (*inputs, *outputs, *vectors)]
-    strides = [0 if x is None else _row_stride(x) for x in (*inputs, *outputs)]
+    if grads is None:
+        outputs, statistics = [results[0], None], list(results[1:])
+        sums = []
+    else:
+        outputs = [grads.dx, grads.dresidual]
+        statistics = [_contiguous(x) for x in (arrays.mean, arrays.rstd)]
+        sums = [grads.dbias, grads.dgamma, grads.dbeta]
+    pointers = [0 if x is None else address(x) for x in (*inputs, *outputs, *vectors)]
+    strides = [
+        (x is not None and row_stride(x.shape, x.strides, itemsize)) or 0
+        for x in (*inputs, *outputs)
+    ]
     plan = plan_layer_norm(
         problem.dtype,
         rows,
         columns,
-        are_packed(columns, problem.dtype.itemsize, pointers, strides),
+        are_packed(columns, itemsize, pointers, strides),
         arrays.residual is not None,
         grads is not None,
+        tuple(stride // itemsize for stride in strides),
+        problem.eps,
         executor.limits,
     )
-    block = LAYER_NORM_PARAMETERS.zeros()
-    fields = block[0]
-    fields["rows"], fields["columns"] = rows, columns
-    fields["log2_lanes"], fields["parts"] = plan.log2_lanes, plan.parts
-    for i, (pointer, stride) in enumerate(zip(pointers, strides, strict=False)):
-        member = fields["input"][i] if i < len(inputs) else fields["output"][i - len(inputs)]
-        member["data"], member["row_stride"] = pointer, stride // problem.dtype.itemsize
-    fields["vector"] = pointers[-len(vectors) :]
-    fields["epsilon"] = problem.eps
-    write_dropout(fields["dropout"], dropout)
-    if grads is None:
-        fields["statistic"] = [address(x) for x in results[1:]]
-    else:
-        statistics = [_contiguous(x) for x in (arrays.mean, arrays.rstd)]
-        fields["statistic"] = [address(x) for x in statistics]
-        fields["vector_result"] = [address(x) for x in (grads.dbias, grads.dgamma, grads.dbeta)]
-        sums = executor.allocate(partial_bytes(plan, columns, problem.accumulator))
-        fields["partial"] = executor.address(sums)
-    parameters = block.view(LAYER_NORM_PARAMETERS.opaque)
+    if grads is not None:
+        partial = executor.allocate(partial_bytes(plan, columns, problem.accumulator))
+        sums.insert(0, partial)
+    pointers += [0 if x is None else address(x) for x in statistics]
+    pointers += [address(x) for x in sums] or [0] * 4
+    parameters = plan.parameters(pointers, dropout)
     for launch in plan.launches:
         executor.launch(launch, parameters)
 
@@ -189,18 +176,8 @@ def _contiguous(x: Any) -> Any:
     return x if x is None or x.flags.c_contiguous else x.copy()
 
 
-def _row_axes(x: Any) -> BatchPlan:
-    return BatchPlan.of(x.shape[:-1], [ArraySpec.of(x)], x.size + 1)
-
-
 def _with_even_rows(x: Any) -> Any:
     """Return `x` if its columns lie end to end and its rows at one distance, else a copy."""
-    if x is None or not x.size:
+    if x is None or row_stride(x.shape, x.strides, x.dtype.itemsize) is not None:
         return x
-    in_order = x.shape[-1] == 1 or x.strides[-1] == x.dtype.itemsize
-    return x if in_order and len(_row_axes(x).sizes) <= 1 else x.copy()
-
-
-def _row_stride(x: Any) -> int:
-    steps = _row_axes(x).strides[0] if x.size else ()
-    return steps[-1] * x.dtype.itemsize if steps else 0
+    return x.copy()

@@ -17,14 +17,13 @@ from .compiler import CompileReport, KernelName, compile_only
 from .executor import DeviceLimits, device_limits
 from .plans import SoftmaxPlan, plan_softmax
 from .softmax_regimes import (
-    CLUSTER_BYTES,
-    MAX_THREADS,
     SHORT_LENGTHS,
-    STREAM_CHUNKS,
+    STREAM_SHAPES,
+    UNSTREAMED_BYTES,
     Regime,
     resident_blocks,
     softmax_regimes,
-    stream_blocks,
+    stream_shape,
 )
 from .softmax_rows import CHUNK, SOFTMAX_PARAMETERS
 
@@ -241,9 +240,15 @@ def _way_lines(limits: DeviceLimits, dtype: np.dtype) -> Iterator[str]:
     """Yield what `auto` makes of contiguous rows beside the methods that it could be asked for."""
     lengths = ", ".join(map(str, SHORT_LENGTHS[dtype.itemsize]))
     yield f"{'short':8}N = {lengths}, end to end: a row is a thread's, nothing is exchanged"
-    chunks = limits.cluster_blocks * MAX_THREADS * STREAM_CHUNKS
-    if stream_blocks(MANY_ROWS, chunks, dtype, limits, pairs=False):
-        first, last = (n // dtype.itemsize for n in (CLUSTER_BYTES[dtype.itemsize], chunks * CHUNK))
+    longest = [
+        shape.row_bytes
+        for shape in STREAM_SHAPES[dtype.itemsize, False]
+        if stream_shape(MANY_ROWS, shape.row_bytes // CHUNK, dtype, limits, pairs=False)
+    ]
+    if longest:
+        first, last = (
+            n // dtype.itemsize for n in (UNSTREAMED_BYTES[dtype.itemsize, False], longest[-1])
+        )
         yield (
             f"{'stream':8}N = {first + 1} to {last}, many rows: clusters that stay hold a row each "
             "while the next ones come to shared memory"

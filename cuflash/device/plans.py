@@ -20,24 +20,19 @@ from .compiler import KernelName, Launch
 from .executor import DeviceLimits
 from .softmax_regimes import (
     ACROSS_BYTES,
-    CLUSTER_BYTES,
     CLUSTERS,
     COLUMN_TILES,
     HELD_CHUNKS,
     HELD_PAIRS,
     LEAST_THREADS,
     MAX_THREADS,
-    PAIR_CLUSTER_BYTES,
     SHORT_LENGTHS,
     SHORT_THREADS,
-    STREAM_BYTES,
-    STREAM_CHUNKS,
-    STREAM_HELD,
-    STREAM_HELD_DOUBLE,
-    STREAM_PAIRS,
+    STREAM_SHAPES,
     STREAM_STAGES,
     WARP,
     ColumnTile,
+    StreamShape,
     cluster_capacity,
     cluster_shape,
     exchange_bytes,
@@ -49,7 +44,7 @@ from .softmax_regimes import (
     rows_ahead,
     shared_capacity,
     softmax_regimes,
-    stream_blocks,
+    stream_shape,
 )
 from .softmax_rows import CHUNK, SOFTMAX_PARAMETERS, STATISTICS, WHERE, Rows, divisor, rows_of
 
@@ -193,10 +188,9 @@ def softmax_kernels(dtype: np.dtype, *, clusters: bool = True) -> Iterator[Kerne
     for operation in forward:
         for length in SHORT_LENGTHS[dtype.itemsize]:
             yield _kernel("short", "short_rows", dtype, operation, None, length)
-    for blocks in CLUSTERS if clusters else ():
-        for operation in _STREAMED:
-            if blocks >= _least_streamed(dtype, pairs=operation in _REDUCED_VJPS):
-                yield _stream_kernel(dtype, operation, blocks)
+    for operation in _STREAMED if clusters else ():
+        shapes = STREAM_SHAPES[dtype.itemsize, operation in _REDUCED_VJPS]
+        yield from dict.fromkeys(_stream_kernel(dtype, operation, shape) for shape in shapes)
     for operation, pairs in (*((o, False) for o in forward), *((o, True) for o in _REDUCED_VJPS)):
         for tile in COLUMN_TILES[dtype.itemsize, pairs]:
             most = tile.blocks if clusters else 1
@@ -204,20 +198,10 @@ def softmax_kernels(dtype: np.dtype, *, clusters: bool = True) -> Iterator[Kerne
                 yield _columns_kernel(dtype, operation, tile, blocks)
 
 
-def _least_streamed(dtype: np.dtype, *, pairs: bool) -> float:
-    """Return the blocks of the smallest cluster that streams rows."""
-    if pairs:
-        each, longest = STREAM_PAIRS, PAIR_CLUSTER_BYTES.get(dtype.itemsize, math.inf)
-    else:
-        each, longest = STREAM_CHUNKS, CLUSTER_BYTES[dtype.itemsize]
-    return 2 * longest / (each * MAX_THREADS * CHUNK)
-
-
-def _stream_kernel(dtype: np.dtype, operation: str, blocks: int) -> KernelName:
-    if operation in _REDUCED_VJPS:
-        return _kernel("stream", "stream_vjp", dtype, operation, None, STREAM_PAIRS, blocks)
-    held = STREAM_HELD_DOUBLE if dtype.itemsize == 8 else STREAM_HELD
-    return _kernel("stream", "stream", dtype, operation, None, held, blocks)
+def _stream_kernel(dtype: np.dtype, operation: str, shape: StreamShape) -> KernelName:
+    template = "stream_vjp" if operation in _REDUCED_VJPS else "stream"
+    counts = shape.held, shape.warps, shape.blocks
+    return _kernel("stream", template, dtype, operation, None, *counts)
 
 
 def _columns_kernel(dtype: np.dtype, operation: str, tile: ColumnTile, blocks: int) -> KernelName:
@@ -266,8 +250,8 @@ def plan_softmax(
     short = free and aligned and rows.columns in SHORT_LENGTHS[rows.dtype.itemsize]
     if not math.prod(outputs[0].shape):
         launches: tuple[Launch, ...] = ()
-    elif plan.streams:
-        launches = (plan.stream(),)
+    elif plan.streamed is not None:
+        launches = (plan.stream(plan.streamed),)
     elif problem.operation in _FORWARD:
         if short and rows.contiguous():
             launches = (plan.short(),)
@@ -280,7 +264,7 @@ def plan_softmax(
         launches = plan.columns() if bundled else plan.backward()
     workspaces, workspace = plan.workspaces(method)
     return SoftmaxPlan(
-        method="cluster" if plan.streams else method,
+        method=plan.method,
         launches=launches,
         block=plan.block(statistics=method == "naive").tobytes(),
         pointers=tuple(map(_pointer_offset, rows.roles)),
@@ -325,13 +309,16 @@ class _Planner:
         self._blocks, self._slots, self._ahead = 1, 1, 0
         operation = _OPERATIONS.get(problem.operation)
         self._pairs = operation in _REDUCED_VJPS
-        #: Whether clusters stream the rows, which must be many.
-        self.streams = False
-        if self._packed and problem.method == "auto" and operation in _STREAMED:
-            streamed = stream_blocks(rows.rows, rows.chunks, rows.dtype, limits, pairs=self._pairs)
-            self.streams = streamed > 0
-        if self.streams:
-            self._blocks, self._lanes = streamed, MAX_THREADS
+        #: How clusters stream the rows, which must be many, or None.
+        self.streamed: StreamShape | None = None
+        self.method = method
+        if self._streamable(operation):
+            self.streamed = stream_shape(
+                rows.rows, rows.chunks, rows.dtype, limits, pairs=self._pairs
+            )
+        if self.streamed is not None:
+            self._blocks, self._lanes = self.streamed.blocks, WARP * self.streamed.warps
+            self.method = "cluster" if self._blocks > 1 else "fused"
         elif method == "cluster":
             self._blocks, self._lanes = cluster_shape(rows.chunks, limits)
         elif self.splits(method):
@@ -349,6 +336,11 @@ class _Planner:
             least = ACROSS_BYTES // rows.dtype.itemsize
             self._slots = min(max(self._slots, least), MAX_THREADS // self._lanes)
 
+    def _streamable(self, operation: str | None) -> bool:
+        one_stride = len(self._rows.kept.sizes) == 1
+        automatic = self._problem.method == "auto"
+        return self._packed and one_stride and automatic and operation in _STREAMED
+
     def splits(self, method: str) -> bool:
         """Tell whether the rows are too few for a block each, and not held by any."""
         rows, limits = self._rows, self._limits
@@ -361,6 +353,8 @@ class _Planner:
 
     def workspaces(self, method: str) -> tuple[tuple[int, ...], int]:
         """Return where pointers to workspaces belong, and how many bytes each has."""
+        if self.streamed is not None:
+            return (), 0
         entry = self._rows.rows * accumulator(self._rows.dtype).itemsize
         if method == "naive":
             return tuple(map(_pointer_offset, STATISTICS)), entry
@@ -400,11 +394,15 @@ class _Planner:
             )
         return (self._launch("online", "online", self._operation()),)
 
-    def stream(self) -> Launch:
+    def stream(self, shape: StreamShape) -> Launch:
         """Return the kernel for many long rows: no more clusters than there can be at a time."""
-        kernel = _stream_kernel(self._rows.dtype, self._operation(), self._blocks)
-        clusters = min(self._rows.rows, self._limits.multiprocessors // self._blocks)
-        return Launch(kernel, clusters * self._blocks, self._lanes, STREAM_BYTES, self._blocks)
+        return Launch(
+            _stream_kernel(self._rows.dtype, self._operation(), shape),
+            grid=self._limits.multiprocessors // shape.blocks * shape.blocks,
+            block=WARP * shape.warps,
+            shared_bytes=shape.bytes(accumulator(self._rows.dtype).itemsize),
+            staying=shape.blocks,
+        )
 
     def short(self) -> Launch:
         """Return the kernel for contiguous rows that are a thread's each."""
@@ -471,7 +469,7 @@ class _Planner:
         fields["reduced_axes"] = len(rows.reduced.sizes)
         fields["log2_lanes"], fields["across"] = self._lanes.bit_length() - 1, self._across
         fields["parts"], fields["ahead"] = self._blocks, self._ahead
-        fields["stages"] = STREAM_STAGES if self.streams else 0
+        fields["stages"] = STREAM_STAGES[self.streamed.warps] if self.streamed else 0
         for (member, i), spec, kept, reduced in zip(
             rows.roles, rows.specs, rows.kept.strides, rows.reduced.strides, strict=True
         ):

@@ -58,29 +58,89 @@ EXCHANGE = 2 * 16
 #: elements 0.64 in 16 bits, 0.71 in float64). Longer rows have lanes enough.
 SHORT_LENGTHS, SHORT_THREADS = {2: (1, 2, 3, 4, 8), 4: (1, 2, 3, 4), 8: (1, 2)}, 256
 
-#: Longest rows, in bytes, that `cluster` takes rather than `stream`. Each holds the row of a block
-#: of 128 KB better than anything; in float32 4 blocks of 256 threads come to 0.90 as streamed rows
-#: do, 8 to 0.88 and 0.90, 16 to 0.85 and 0.88. float64 computes for longer than it waits: to 1 MB
-#: streamed rows lose 0.04 (0.74 to 0.70 at N = 2^17), then gain 0.09. Gradients: 2 blocks of 512
-#: stand at 1.01 (streamed 0.99), 4 at 0.96 (1.00); those of float64 have not been measured.
-CLUSTER_BYTES = {2: 1 << 18, 4: 1 << 18, 8: 1 << 20}
-PAIR_CLUSTER_BYTES = {2: 1 << 16, 4: 1 << 16}
-#: Most chunks of a lane of `stream`, of a row and of each of two operands: half of a row in
-#: registers and half in shared memory (cluster of 8 with 32 chunks 0.87 at N = 2^19 in float32, of
-#: 16 with 16 chunks in registers 0.78: the smaller cluster leaves fewer multiprocessors idle).
-STREAM_CHUNKS, STREAM_PAIRS = 32, 8
-#: Chunks of a row that a lane of `stream` holds in registers; float64 keeps weights of twice the
-#: size nowhere else and spills with 16.
-STREAM_HELD, STREAM_HELD_DOUBLE = 16, 8
-#: Runs of 512 chunks in shared memory: all of it.
-STREAM_STAGES = 27
+
+@dataclass(frozen=True, slots=True)
+class StreamShape:
+    """A kernel of `stream.cu` and the longest rows, in bytes, that it takes.
+
+    Clusters of `blocks` blocks of `warps` warps, whose lanes hold `held` chunks of each operand in
+    registers and the others of a row where they were copied to.
+    """
+
+    row_bytes: int
+    blocks: int
+    warps: int
+    held: int
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernels cannot be compiled for, and rows that find no room."""
+        if self.warps not in STREAM_STAGES or self.held * CHUNK * WARP % STAGE_BYTES:
+            raise ValueError(f"warps = {self.warps}, held = {self.held}: no such kernel")
+        if self.blocks not in (1, *CLUSTERS):
+            raise ValueError(f"blocks must be 1 or one of {CLUSTERS}, got {self.blocks}")
+        part = self.row_bytes // (self.blocks * self.warps)
+        if part > self.held * CHUNK * WARP + (STREAM_STAGES[self.warps] - 1) * STAGE_BYTES:
+            raise ValueError(f"a warp has no room for {part} bytes of a row")
+
+    def bytes(self, accumulator_bytes: int) -> int:
+        """Return the bytes of shared memory of a block: an exchange, and the warps' stages."""
+        exchange = 16 + 2 * self.blocks * self.warps * 2 * accumulator_bytes
+        stages = self.warps * STREAM_STAGES[self.warps] * (STAGE_BYTES + 8)
+        return -(-exchange // 128) * 128 + stages
+
+
+#: Of a stage of `stream` (`kStageBytes`), and how many a warp has, by the warps of a block: all of
+#: the shared memory of a multiprocessor, which has one block. The registers are all taken, too: by
+#: 16 warps with 16 chunks of float in a lane, or by 8 with 32.
+STAGE_BYTES, STREAM_STAGES = 2048, {16: 6, 8: 13}
+#: By bytes of an element and whether there are two operands, in rising order of rows. Each row
+#: costs a warp some 300 instructions beside those of its elements, so that long parts pay: of
+#: float 32 chunks a lane, and 8 warps (0.938 at N = 2^16 and 2^18, with 16 chunks and 16 warps
+#: 0.930 and 0.927; at 2^20, half of it in shared memory, 0.887 and 0.891). 16-bit chunks have twice
+#: the elements, whose weights would fit no registers beyond 8 chunks; 8 more of scores,
+#: exponentials made twice, beat a larger cluster (N = 2^17 0.928 and 0.903; 2^19 0.927 and 0.821)
+#: but at 512 KB, where 8 blocks need no such (0.940; 4 blocks 0.926). float64 spills with 16 chunks
+#: and 16 warps, and what 8 chunks leave in shared memory costs nothing (2^14 0.915, all in
+#: registers 0.917; 2^16 0.859 and 0.787).
+STREAM_SHAPES: dict[tuple[int, bool], tuple[StreamShape, ...]] = {
+    (2, False): (
+        StreamShape(1 << 18, 2, 16, 8),
+        StreamShape(1 << 20, 8, 16, 8),
+        StreamShape(1 << 21, 16, 16, 8),
+        StreamShape(1 << 22, 16, 8, 32),
+    ),
+    (4, False): (
+        StreamShape(1 << 18, 2, 8, 32),
+        StreamShape(1 << 19, 4, 8, 32),
+        StreamShape(1 << 20, 8, 8, 32),
+        StreamShape(1 << 22, 16, 8, 32),
+    ),
+    (8, False): (
+        StreamShape(1 << 17, 1, 16, 8),
+        StreamShape(1 << 18, 2, 16, 8),
+        StreamShape(1 << 19, 4, 16, 8),
+        StreamShape(1 << 20, 8, 16, 8),
+        StreamShape(1 << 22, 16, 8, 32),
+    ),
+}
+#: Gradients of any type: 0.957 at the least, in place of 0.55 to 0.92.
+STREAM_SHAPES |= {
+    (itemsize, True): tuple(StreamShape(n << 16, n, 16, 8) for n in (1, *CLUSTERS))
+    for itemsize in (2, 4, 8)
+}
+#: Longest rows, in bytes, of each operand, that are left to what holds a row in a block, by bytes
+#: of an element and whether there are two operands: it needs no ring while two blocks take turns
+#: (16-bit rows of 64 KB 0.958, streamed 0.912; gradients of 32 KB 1.04), nor where one block's
+#: prefetch keeps memory busy (float of 128 KB 0.963, streamed 0.923; 16 bits 0.934 and 0.928).
+#: float64 computes for longer (0.831, streamed 0.915).
+UNSTREAMED_BYTES = {(2, False): 1 << 17, (4, False): 1 << 17, (8, False): 1 << 16}
+UNSTREAMED_BYTES |= {(itemsize, True): 1 << 15 for itemsize in (2, 4, 8)}
 #: Least rows for each cluster that there may be: they are dealt out evenly, so that with fewer the
-#: last round could cost what streaming gains (0.02 at the least). Arrays of 512 MB have as many.
-STREAM_ROWS = 15
-#: Shared memory of `stream`: reductions, barriers (`kBarrierBytes`) and stages.
-STREAM_BYTES = MAX_THREADS // WARP * EXCHANGE + 256 + STREAM_STAGES * MAX_THREADS * CHUNK
-#: What the exchange of a cluster has beside that, at most.
-STREAM_STATIC_BYTES = 1024
+#: last round could cost more than streaming gains (264 rows of 2^16 in float32, 4 rounds: 0.895,
+#: by `cluster` 0.828; but 200 rows, 3 rounds and a bit, 0.757 and 0.825).
+STREAM_ROWS = 8
+#: What a block of `stream` leaves of a multiprocessor's shared memory, at the least.
+STREAM_SPARE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,19 +260,20 @@ def pair_cluster(chunks: int, dtype: np.dtype, limits: DeviceLimits) -> int:
     return min(power_of_two(-(-chunks // (MAX_THREADS * HELD_PAIRS))), largest)
 
 
-def stream_blocks(
+def stream_shape(
     rows: int, chunks: int, dtype: np.dtype, limits: DeviceLimits, *, pairs: bool
-) -> int:
-    """Return the blocks of the clusters that stream contiguous rows; 0 where none do."""
-    least = (PAIR_CLUSTER_BYTES if pairs else CLUSTER_BYTES).get(dtype.itemsize, math.inf)
-    if chunks * CHUNK <= least:
-        return 0
-    if limits.shared_per_block < STREAM_BYTES + STREAM_STATIC_BYTES:
-        return 0
-    each = MAX_THREADS * (STREAM_PAIRS if pairs else STREAM_CHUNKS)
-    blocks = power_of_two(-(-chunks // each))
-    many = rows * blocks >= STREAM_ROWS * limits.multiprocessors
-    return blocks if many and blocks <= limits.cluster_blocks else 0
+) -> StreamShape | None:
+    """Return the shape of the clusters that stream contiguous rows, or None."""
+    row_bytes = chunks * CHUNK
+    if row_bytes <= UNSTREAMED_BYTES[dtype.itemsize, pairs]:
+        return None
+    shapes = STREAM_SHAPES[dtype.itemsize, pairs]
+    shape = next((shape for shape in shapes if row_bytes <= shape.row_bytes), None)
+    if shape is None or shape.blocks > limits.cluster_blocks:
+        return None
+    fits = shape.bytes(max(dtype.itemsize, 4)) + STREAM_SPARE <= limits.shared_per_block
+    many = rows * shape.blocks >= STREAM_ROWS * limits.multiprocessors
+    return shape if fits and many and int(limits.compute_capability) >= PREFETCHES else None
 
 
 def resident_blocks(

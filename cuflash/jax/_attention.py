@@ -159,12 +159,21 @@ def as_arrays(given: AttentionArrays) -> AttentionArrays:
         elif at >= FIRST_INTEGER and isinstance(x, int | np.integer):
             converted.append(x if isinstance(x, int) else int(x))
         else:
+            if at >= FIRST_INTEGER and isinstance(x, np.ndarray):
+                _require_kept(name, x)
             converted.append(_as_array(name, x))
     axes = max(x.ndim for x in converted[:3]) - 2
     for at in range(FIRST_INTEGER, len(converted)):
         if getattr(converted[at], "ndim", None) == 0:
             converted[at] = converted[at].reshape((1,) * axes)
     return AttentionArrays(*converted)
+
+
+def _require_kept(name: str, x: np.ndarray) -> None:
+    """Raise ValueError if JAX would make other integers of these: without x64 it has 32 bits."""
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    if x.dtype.kind in "iu" and (x.astype(dtype) != x).any():
+        raise ValueError(f"{name} has values outside {dtype}; jax_enable_x64 allows them")
 
 
 def _as_array(name: str, x: Any) -> Any:
@@ -378,9 +387,12 @@ def _lengths(name: str, x: Any, batch: tuple[int, ...], limit: int) -> Any:
     """Return lengths within the array: a larger one means all tokens, as in JAX."""
     if x is None:
         return None
-    x = _as_array(name, x)
+    # Of NumPy before it is of JAX, which may keep 32 bits only.
+    clip = np.clip if isinstance(x, np.ndarray) else jnp.clip
+    x = x if isinstance(x, np.ndarray) else _as_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}; integers are needed")
     if x.shape != (batch or (1,)):
         raise ValueError(f"{name} has shape {x.shape}; it needs one for each batch entry, {batch}")
-    return jnp.clip(x.reshape(batch), 0, limit)
+    # The limit may be more than the dtype can hold, and would be made another number.
+    return jnp.asarray(clip(x.reshape(batch), 0, min(limit, jnp.iinfo(x.dtype).max)))

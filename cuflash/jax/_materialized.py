@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._attention import join_heads, ready
 from .._options import flag
-from ..problem import AttentionArrays, AttentionProblem, accumulator
+from ..problem import FIRST_INTEGER, AttentionArrays, AttentionProblem, accumulator
 from ._attention import as_arrays, specs_of
 
 
@@ -78,7 +78,7 @@ def materialized_attention(
         softcap=softcap,
     )
     heads = (problem.batch_shape[-2], problem.batch_shape[-1]) if enable_gqa else None
-    arrays = ready(problem, arrays, heads, False)
+    arrays = _with_integers(problem, ready(problem, arrays, heads, False))
     acc = accumulator(problem.dtype)
     scores = _scores(problem, arrays, acc)
     seen = jnp.broadcast_to(_seen(problem, arrays), scores.shape)
@@ -103,6 +103,24 @@ def materialized_attention(
         return out
     lse = jnp.where(empty, -jnp.inf, jnp.log(safe) + top)[..., 0]
     return out, join_heads(lse, -3, heads)
+
+
+def _with_integers(problem: AttentionProblem, arrays: AttentionArrays) -> AttentionArrays:
+    """Return arrays with lengths and offsets signed, and so that no distance overflows."""
+    integer = jnp.result_type(int)
+    most = int(jnp.iinfo(integer).max) - problem.tq - problem.tk
+
+    def within(x: Any) -> Any:
+        if isinstance(x, int):
+            return max(-most, min(x, most))
+        holds = jnp.iinfo(x.dtype)
+        x = jnp.clip(x, max(-most, int(holds.min)), min(most, int(holds.max)))
+        return x.astype(integer)
+
+    numbers = arrays[FIRST_INTEGER:]
+    return AttentionArrays(
+        *arrays[:FIRST_INTEGER], *[None if x is None else within(x) for x in numbers]
+    )
 
 
 def _column(problem: AttentionProblem, x: Any) -> Any:
@@ -132,10 +150,11 @@ def _seen(problem: AttentionProblem, arrays: AttentionArrays) -> Any:
     if arrays.key_lengths is not None:
         seen = seen & (jnp.arange(problem.tk) < _column(problem, arrays.key_lengths))
     distance = _distance(problem, arrays)
+    most = int(jnp.iinfo(distance.dtype).max)
     if problem.left is not None:
-        seen = seen & (distance >= -problem.left)
+        seen = seen & (distance >= -min(problem.left, most))
     if problem.right is not None:
-        seen = seen & (distance <= problem.right)
+        seen = seen & (distance <= min(problem.right, most))
     return seen if arrays.mask is None else seen & arrays.mask
 
 

@@ -109,6 +109,11 @@ class AttentionCall:
         """Buffers that are written."""
         return self.out, self.lse
 
+    @property
+    def like(self) -> tuple[int, ...]:
+        """Of each output the input whose axes it has."""
+        return 0, 0  # q
+
     def batched(self, size: int, axes: Sequence[int | None]) -> Self:
         """Describe many such calls as one, each buffer with its own axis of them, or None."""
         named = zip(self.operands, axes, strict=True)
@@ -186,6 +191,12 @@ class AttentionVjpCall:
     def outputs(self) -> tuple[Operand, ...]:
         """Buffers that are written."""
         return tuple(operand for _, operand in self.grads)
+
+    @property
+    def like(self) -> tuple[int, ...]:
+        """Of each output the input whose axes it has."""
+        names = [name for name, _ in self.forward.operands]
+        return tuple(names.index(OPERAND_OF[name]) for name, _ in self.grads)
 
     def batched(self, size: int, axes: Sequence[int | None]) -> Self:
         """Describe many such calls as one: each has gradients of its own."""
@@ -270,6 +281,11 @@ class SoftmaxCall:
     def outputs(self) -> tuple[Operand, ...]:
         """Buffers that are written."""
         return (self.out,)
+
+    @property
+    def like(self) -> tuple[int, ...]:
+        """Of each output the input whose axes it has."""
+        return (1 if self.operation == "logsumexp_vjp" else 0,)  # x, or what has its shape
 
     def batched(self, size: int, axes: Sequence[int | None]) -> Self:
         """Describe many such calls as one, each buffer with its own axis of them, or None."""

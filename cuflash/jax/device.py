@@ -170,12 +170,13 @@ class _Program(NamedTuple):
     kind: str
     arguments: tuple[Any, ...]
     workspace: int
+    buffers: int
 
 
 @lru_cache(maxsize=1024)
 def _program(text: bytes) -> _Program:
     call, workspace = decode(text)
-    return _Program(call.kind, _arguments(call), workspace)
+    return _Program(call.kind, _arguments(call), workspace, len(call.seen) + bool(workspace))
 
 
 # XLA's allocator mostly gives the buffers of a program the places that they had the last time.
@@ -184,7 +185,9 @@ def launches_of(
     text: bytes, addresses: tuple[int, ...], device: int
 ) -> tuple[tuple[Launch, np.ndarray], ...]:
     """Return what a call starts if its buffers, and the workspace as the last one, lie there."""
-    kind, arguments, capacity = _program(text)
+    kind, arguments, capacity, buffers = _program(text)
+    if len(addresses) != buffers:
+        raise ValueError(f"a call has {len(addresses)} buffers; {buffers} are needed")
     workspace = addresses[-1] if capacity else 0
     recorder = Recorder(device_limits(device), addresses, workspace, capacity)
     getattr(_Engine(recorder), kind)(*arguments)

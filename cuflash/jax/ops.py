@@ -19,6 +19,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..problem_vjp import OPERAND_OF
 from . import host
@@ -64,7 +65,9 @@ def _varying_axes(x: Any) -> frozenset[str]:
 
 
 def _run(*operands: Any, call: Call) -> list[Any]:
-    return _compiled(call)(*operands)
+    # A call is compiled as JAX's own operations are, whatever its users are debugging.
+    with jax.disable_jit(False):
+        return _compiled(call)(*operands)
 
 
 @lru_cache(maxsize=1024)
@@ -74,8 +77,26 @@ def _compiled(call: Call) -> Any:
 
 def _describe(*operands: Any, call: Call) -> list[Any]:
     return [
-        operands[0].update(shape=x.shape, dtype=x.spec.dtype, weak_type=False) for x in call.outputs
+        operands[i].update(
+            shape=x.shape,
+            dtype=x.spec.dtype,
+            weak_type=False,
+            sharding=_spread_alike(operands[i].sharding, call.inputs[i], x),
+        )
+        for i, x in zip(call.like, call.outputs, strict=True)
     ]
+
+
+def _spread_alike(sharding: Any, read: Operand, made: Operand) -> Any:
+    """Where the axes of a mesh are explicit: spread a result over them as an input is.
+
+    That is along the axes that both have, in the problem, with one size.
+    """
+    spec: list[Any] = [None] * len(made.shape)
+    for to, at in zip(made.view, read.view, strict=False):
+        if to is not None and at is not None and made.shape[to] == read.shape[at]:
+            spec[to] = sharding.spec[at]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def _batch(

@@ -5,6 +5,7 @@
 //
 // Grid: one block for each tile of query rows, tile of value columns, share of the keys and batch
 // entry (lib/scheduler.cuh). A warp owns 4 x kRows query rows, and a row never leaves its 8 lanes.
+// Without columns of v (Dv = 0) there is the lse alone, and half of the products.
 // Dynamic shared memory, in the accumulator's type:
 //   keys     kKeys x kFeatures      one chunk of features of a key tile
 //   values   kKeys x kValues
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 __syncthreads();  // everyone is done with the tiles before these
                 load_tile<T, kKeys, kFeatures, kKeyStride, kThreads>(keys, block.k, first_key,
                                                                      chunk, begin, end, features);
-                if (chunk == 0)
+                if (chunk == 0 && p.values > 0)
                     load_tile<T, kKeys, Tile::kValues, Tile::kValues, kThreads>(
                         values, block.v, first_key, block.first_value, begin, end,
                         block.end_value - block.first_value, turn > 0);
@@ -219,6 +220,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 }
                 state[i].l += sum;
             }
+            if (p.values == 0) continue;
             __syncwarp();  // the lanes of a row read each other's weights
             add_weighted_rows<Tile::kWeightStride, Tile::kValues>(
                 out, own_weights, values + lane.column * kVector<A>, end);

@@ -124,9 +124,10 @@ struct MaskTile {
 };
 
 // Dot products of row i of a thread, and scores in their place.
-template <typename Tile, typename Change>
-__device__ __forceinline__ void change_row_of(ScoreFragments<Tile>& s, int i, Change change) {
-    float row[2 * Tile::kKeyTiles];
+template <typename Tile, typename A, typename Change>
+__device__ __forceinline__ void change_row_of(A (&s)[Tile::kRowTiles][Tile::kKeyTiles][4], int i,
+                                              Change change) {
+    A row[2 * Tile::kKeyTiles];
 #pragma unroll
     for (int j = 0; j < 2 * Tile::kKeyTiles; ++j) row[j] = s[i / 2][j / 2][i % 2 * 2 + j % 2];
     change(row);
@@ -136,20 +137,21 @@ __device__ __forceinline__ void change_row_of(ScoreFragments<Tile>& s, int i, Ch
 
 // Makes a thread's scores of a row -inf outside of a range. Bits are as few registers as the
 // predicates of all of them would be many.
-template <int kCount>
-__device__ __forceinline__ void hide_outside(float (&scores)[kCount], int low, int high) {
+template <int kCount, typename A>
+__device__ __forceinline__ void hide_outside(A (&scores)[kCount], int low, int high) {
     static_assert(kCount <= 32, "a bit for each");
     const unsigned shown = own_keys_below(high) & ~own_keys_below(low);
 #pragma unroll
     for (int j = 0; j < kCount; ++j)
-        if (!(shown >> j & 1)) scores[j] = -infinity<float>();
+        if (!(shown >> j & 1)) scores[j] = -infinity<A>();
 }
 
 // Turns a thread's dot products with the keys of a tile into scores, -inf where unseen; without
 // steps the scale is left to `FragmentRow`. `score_of(i)` and `row_of(i)` are those of its row i.
-template <typename Tile, typename Score, typename ScoreOf, typename RowOf>
-__device__ __forceinline__ void change_scores(ScoreFragments<Tile>& s, int64 first_key, bool whole,
-                                              ScoreOf score_of, RowOf row_of) {
+template <typename Tile, typename Score, typename A, typename ScoreOf, typename RowOf>
+__device__ __forceinline__ void change_scores(A (&s)[Tile::kRowTiles][Tile::kKeyTiles][4],
+                                              int64 first_key, bool whole, ScoreOf score_of,
+                                              RowOf row_of) {
     const int own_key = 2 * (threadIdx.x % 4);
     auto column_of = [](int j) { return 8 * (j / 2) + j % 2; };
 #pragma unroll

@@ -143,11 +143,11 @@ struct Unchanged {
 };
 
 // The same for any strides, and at once; elements may change their type.
-template <int kRows, int kColumns, int kThreads, typename T, typename Convert = Unchanged>
+template <int kRows, int kColumns, int kThreads, typename T, typename Convert = Unchanged,
+          typename Layout = SwizzledTile<kColumns>>
 __device__ __forceinline__ void copy_elements(unsigned char* tile, const Matrix<const T>& matrix,
                                               int64 first_row, int begin, int end, int columns,
                                               Convert convert = {}) {
-    using Layout = SwizzledTile<kColumns>;
     using Stored = decltype(convert(T()));
     const T* const source = &matrix.at(first_row, 0);
     // Neighbouring threads take neighbours in memory, be they in a row or in a column.

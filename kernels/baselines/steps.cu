@@ -53,12 +53,13 @@ struct Drop {
     static __device__ __forceinline__ void apply(const StepParameters& p, int64 row, int64 column,
                                                  Accumulator<T> (&z)[8]) {
         Dropout::Octet bits[1];
-        const int64 first[1] = {row * p.columns + column};
+        bool dropped[8];
+        const Dropout::Place first[1] = {p.dropout.place(row * p.columns + column)};
         p.dropout.template draw<kPacked>(bits, first);
+        p.dropout.decide<false>(bits[0], dropped);
 #pragma unroll
         for (int e = 0; e < 8; ++e)
-            z[e] = p.dropout.keeps(bits[0], e) ? z[e] * Accumulator<T>(p.dropout.scale)
-                                               : Accumulator<T>(0);
+            z[e] = dropped[e] ? Accumulator<T>(0) : z[e] * p.dropout.scale.as<Accumulator<T>>();
     }
 };
 template <typename T>

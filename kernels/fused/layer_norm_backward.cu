@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     constexpr int kSlots = kHeld ? kOctets : 1;
     CUFLASH_DYNAMIC_SHARED(uint4, memory);
     __shared__ A exchange[2][2 * kRows][kMaxWarps];
-    const RowTeam<kLanes> team(p.log2_lanes);
-    const A share = A(1) / A(p.columns), scale = words_here(A(p.dropout.scale));
+    const RowTeam<kLanes, kThreads> team(p.log2_lanes);
+    const A share = p.share.as<A>(), scale = p.dropout.scale.as<A>();
 
     const VectorOctets<T, kPacked, kOctets, kOctets == 1> bias(p.vector[kBias], team, p.columns),
         gamma(p.vector[kGamma], team, p.columns);
@@ -92,18 +92,21 @@ __global__ void __launch_bounds__(kThreads, 1)
         };
         // xhat, dy and bits of octet i of all rows.
         auto prepare = [&](int i, auto column) {
-            Octet<T> x[kRows];
             Dropout::Octet drawn[kRows];
-            int64 numbers[kRows];
-            A z[kRows][8], shift[kRows][8];
+            Dropout::Place places[kRows];
+            A z[kRows][8];
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
-                bias.get(shift[r], i, column);
-                numbers[r] = row_of(r) * p.columns + column.number();
-                x[r] = read(0, r, i, column);
+                places[r] = p.dropout.place(row_of(r) * p.columns + column.number());
                 dy[r][i] = read(1, r, i, column);
             }
-            add_bias_and_drop<T, kPacked>(p.dropout, x, shift, numbers, z, drawn);
+            add_bias_and_drop<T, kPacked>(
+                p.dropout,
+                [&](int r, A(&x)[8], A(&b)[8]) {
+                    read(0, r, i, column).widen_to(x);
+                    bias.get(b, i, column);
+                },
+                places, z, drawn);
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
                 bits[r][i] = drawn[r];
@@ -168,9 +171,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                 result.template store<kPacked>(team.template in<T>(p.output[1], row_of(r)), column,
                                                p.columns);
             }
+            bool dropped[8];
+            p.dropout.template decide<kInPairs<T>>(bits[r][i], dropped);
 #pragma unroll
-            for (int e = 0; e < 8; ++e)
-                dz[e] = p.dropout.keeps(bits[r][i], e) ? dz[e] * scale : A(0);
+            for (int e = 0; e < 8; ++e) dz[e] = dropped[e] ? A(0) : dz[e] * scale;
             result.narrow_from(dz);
             result.template store<kPacked>(team.template in<T>(p.output[0], row_of(r)), column,
                                            p.columns);

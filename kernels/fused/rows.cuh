@@ -29,7 +29,8 @@ struct LayerNormParameters {
     void* partial;           // (teams of the grid, 3, columns): sums of dbias, dgamma, dbeta
     void* vector_result[3];  // dbias, dgamma, dbeta: (columns,)
     int64 parts;             // teams of the grid
-    double epsilon;
+    int64 resident;          // blocks that run at a time
+    Real share, epsilon;     // 1 / columns; added to the variance
     Dropout dropout;
 };
 
@@ -52,6 +53,26 @@ struct Column {
     }
 };
 
+template <typename T>
+__device__ __forceinline__ Wide<T> widened(const Vector<T>& chunk) {
+    return Wide<T>(chunk);
+}
+// The lower half of a word goes up by a product, on the pipe of multiplications: the other one has
+// Philox's exclusive ors and the upper halves. Blocks have one row of threads; as the compiler does
+// not know that, it cannot shift instead.
+__device__ __forceinline__ Wide<__nv_bfloat16> widened(const Vector<__nv_bfloat16>& chunk) {
+    const unsigned up = blockDim.y << 16;
+    const uint4 words = bytes_as<uint4>(chunk);
+    Wide<__nv_bfloat16> wide;
+    const unsigned word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        wide.element[2 * w] = __uint_as_float(word[w] * up);
+        wide.element[2 * w + 1] = __uint_as_float(word[w] & 0xffff0000u);
+    }
+    return wide;
+}
+
 // Eight neighbouring columns as they lie in memory, in whole words. kPacked: rows are octets at
 // multiples of 16 bytes, moved 16 bytes at a time.
 template <typename T>
@@ -63,7 +84,7 @@ struct Octet {
     __device__ __forceinline__ void widen_to(A (&x)[8]) const {
 #pragma unroll
         for (int i = 0; i < kParts; ++i) {
-            const Wide<T> wide(bytes_as<Vector<T>>(part[i]));
+            const Wide<T> wide = widened(bytes_as<Vector<T>>(part[i]));
 #pragma unroll
             for (int v = 0; v < kVector<T>; ++v) x[i * kVector<T> + v] = wide.element[v];
         }
@@ -123,24 +144,25 @@ struct Octet {
     }
 };
 
-// The sum of eight sums that were kept side by side: terms of one would each wait for the one
+// The sum of four sums that were kept side by side: terms of one would each wait for the one
 // before.
 template <typename A>
-__device__ __forceinline__ A fold(const A (&x)[8]) {
-    return add(add(add(x[0], x[4]), add(x[2], x[6])), add(add(x[1], x[5]), add(x[3], x[7])));
+__device__ __forceinline__ A fold(const A (&x)[4]) {
+    return add(add(x[0], x[2]), add(x[1], x[3]));
 }
 
-// The threads of a block in teams, one a row; kLanes of each, or if that is 0 as many as the
+// The kThreads of a block in teams, one a row; kLanes of each, or if that is 0 as many as the
 // launch says. What reduces is to be called by all threads of the block, a team without a row too.
-template <int kLanes>
+// kWhole: rows fill what their lanes hold.
+template <int kLanes, int kThreads, bool kWhole = false>
 struct RowTeam {
     int lanes, slots, lane, slot;
 
     __device__ __forceinline__ explicit RowTeam(int log2_lanes) {
         lanes = kLanes ? kLanes : 1 << log2_lanes;
-        slots = blockDim.x / lanes;
-        lane = threadIdx.x % lanes;
-        slot = threadIdx.x / lanes;
+        slots = kThreads / lanes;
+        lane = kLanes == kThreads ? threadIdx.x : threadIdx.x % lanes;
+        slot = kLanes == kThreads ? 0 : threadIdx.x / lanes;
     }
 
     __device__ __forceinline__ int64 first_row() const { return int64(blockIdx.x) * slots; }
@@ -162,7 +184,7 @@ struct RowTeam {
     // Octet i of those that a lane holds: rows fill more than half of what lanes can hold.
     template <int kOctets>
     __device__ __forceinline__ Column<int> column(int i) const {
-        return {8 * lane, 8 * i * lanes, kLanes > 0 && i < kOctets / 2};
+        return {8 * lane, 8 * i * lanes, kWhole || (kLanes > 0 && i < kOctets / 2)};
     }
 
     // Calls work(i, column) for each octet of a lane: those that it holds, or all of its row.
@@ -183,29 +205,63 @@ struct RowTeam {
     template <int kCount, typename A>
     __device__ __forceinline__ void sum(A (&values)[kCount],
                                         A (&exchange)[kCount][kMaxWarps]) const {
-        within_warp(values, lanes < 32 ? lanes : 32);
-        if (lanes <= 32) return;
-        const int warp = threadIdx.x / 32, warps = lanes / 32;
+        if (lanes <= 32) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i)
-            if (threadIdx.x % 32 == 0) exchange[i][warp] = values[i];
+            for (int i = 0; i < kCount; ++i) values[i] = over_lanes(values[i], 1, lanes);
+            return;
+        }
+        const int warp = threadIdx.x / 32, warps = lanes / 32, in_warp = threadIdx.x % 32;
+        // As long as there are several values, lanes share them out: each adds half of them up.
+        int which = 0;
+#pragma unroll
+        for (int count = kCount, bit = 1; count > 1; count /= 2, bit *= 2) {
+            const bool upper = in_warp & bit;
+            which += upper ? count / 2 : 0;
+#pragma unroll
+            for (int i = 0; i < count / 2; ++i) {
+                const A own = upper ? values[i + count / 2] : values[i];
+                const A other = upper ? values[i] : values[i + count / 2];
+                values[i] = add(own, __shfl_xor_sync(kFullWarp, other, bit));
+            }
+        }
+        const A total = over_lanes(values[0], kCount, 32);
+        if (in_warp < kCount) exchange[which][warp] = total;
         __syncthreads();
         const int first = warp / warps * warps;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) values[i] = exchange[i][first + threadIdx.x % warps];
-        within_warp(values, warps);
+        for (int i = 0; i < kCount; ++i) {
+            if constexpr (kLanes > 32 && kLanes <= 128) {
+                A part[kLanes / 32];
+#pragma unroll
+                for (int w = 0; w < kLanes / 32; ++w) part[w] = exchange[i][first + w];
+#pragma unroll
+                for (int bit = 1; bit < kLanes / 32; bit *= 2)
+#pragma unroll
+                    for (int w = 0; w < kLanes / 32; w += 2 * bit)
+                        part[w] = add(part[w], part[w + bit]);
+                values[i] = part[0];
+            } else {
+                values[i] = over_lanes(exchange[i][first + in_warp % warps], 1, warps);
+            }
+        }
+    }
+
+    // Whether all teams of the block have to go on because one of them does: those that `sum` keeps
+    // together.
+    __device__ __forceinline__ bool any_of_block(bool own) const {
+        if (lanes <= 32) return __any_sync(kFullWarp, own);
+        return slots > 1 || own;
     }
 
   private:
-    template <int kCount, typename A>
-    __device__ __forceinline__ void within_warp(A (&values)[kCount], int count) const {
+    // The sum over lanes whose numbers differ in bits from `bit` to `end`, which is not one of
+    // them.
+    template <typename A>
+    static __device__ __forceinline__ A over_lanes(A value, int bit, int end) {
 #pragma unroll
-        for (int bit = 1; bit < 32; bit *= 2) {
-            if (bit >= count) break;
-#pragma unroll
-            for (int i = 0; i < kCount; ++i)
-                values[i] = add(values[i], __shfl_xor_sync(kFullWarp, values[i], bit));
-        }
+        for (int i = 1; i < 32; i *= 2)
+            if (i >= bit && i < end) value = add(value, __shfl_xor_sync(kFullWarp, value, i));
+        return value;
     }
 };
 
@@ -221,6 +277,10 @@ class VectorOctets {
                 columns, [&](int i, auto column) { read(column).widen_to(held_[i]); });
     }
 
+    // To be called for each row: it keeps the compiler from reading octets once, which would take
+    // the registers of a row.
+    __device__ __forceinline__ void renew() { vector_ = words_here(vector_); }
+
     template <typename Column>
     __device__ __forceinline__ void get(Accumulator<T> (&x)[8], int i, Column column) const {
         if constexpr (kHeld) {
@@ -231,17 +291,17 @@ class VectorOctets {
         }
     }
 
-  private:
-    const T* vector_;
-    int64 columns_;
-    Accumulator<T> held_[kHeld ? kOctets : 1][8];
-
     template <typename Column>
     __device__ __forceinline__ Octet<T> read(Column column) const {
         Octet<T> octet;
         octet.template load<kPacked, false>(vector_, column, columns_);
         return octet;
     }
+
+  private:
+    const T* vector_;
+    int64 columns_;
+    Accumulator<T> held_[kHeld ? kOctets : 1][8];
 };
 
 // Rows on their way: each thread has its octets of the next kStages rows copied to shared memory of
@@ -285,19 +345,35 @@ class RowStages {
     }
 };
 
-// Octets of x + bias, 0 where dropped and not scaled yet, and the bits that decided. first[i] is
-// the number of an octet's first element in its array.
-template <typename T, bool kPacked, int kCount>
-__device__ __forceinline__ void add_bias_and_drop(
-    const Dropout& dropout, const Octet<T> (&x)[kCount], const Accumulator<T> (&bias)[kCount][8],
-    const int64 (&first)[kCount], Accumulator<T> (&z)[kCount][8], Dropout::Octet (&bits)[kCount]) {
-    dropout.template draw<kPacked>(bits, first);
+// Octets of x + bias, 0 where dropped and not scaled yet, and the bits that decided: all kept if
+// nothing is dropped. `read(i, x, bias)` gives those of octet i, after the bits are drawn: till
+// then their registers are free. places[i] is that of its first element.
+template <typename T, bool kPacked, int kCount, typename Read>
+__device__ __forceinline__ void add_bias_and_drop(const Dropout& dropout, Read read,
+                                                  const Dropout::Place (&places)[kCount],
+                                                  Accumulator<T> (&z)[kCount][8],
+                                                  Dropout::Octet (&bits)[kCount]) {
+    Accumulator<T> bias[8];
+    // Apart, so that without dropout there is nothing to decide.
+    if (dropout.threshold == 0) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            bits[i] = {~0u, ~0u, ~0u, ~0u};
+            read(i, z[i], bias);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) z[i][e] = add(z[i][e], bias[e]);
+        }
+        return;
+    }
+    dropout.template draw<kPacked>(bits, places);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        x[i].widen_to(z[i]);
+        bool dropped[8];
+        dropout.template decide<kInPairs<T>>(bits[i], dropped);
+        read(i, z[i], bias);
 #pragma unroll
         for (int e = 0; e < 8; ++e)
-            z[i][e] = dropout.keeps(bits[i], e) ? add(z[i][e], bias[i][e]) : Accumulator<T>(0);
+            z[i][e] = dropped[e] ? Accumulator<T>(0) : add(z[i][e], bias[e]);
     }
 }
 

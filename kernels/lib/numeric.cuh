@@ -33,6 +33,18 @@ struct AccumulatorOf<double> {
 template <typename T>
 using Accumulator = typename AccumulatorOf<T>::type;
 
+// A number as the launch gives it, in either type: conversions from double take long.
+struct Real {
+    double wide;
+    float narrow;
+
+    template <typename A>
+    __device__ __forceinline__ A as() const {
+        if constexpr (sizeof(A) == sizeof(double)) return wide;
+        return narrow;
+    }
+};
+
 __device__ __forceinline__ double widen(double x) {
     return x;
 }
@@ -142,6 +154,32 @@ __device__ __forceinline__ double quick_exponential(double x) {
     y = __fma_rn(y, r, 1.0);
     const int biased = exponent < -1023 ? 0 : exponent + 1023;
     return y * __hiloint2double(biased << 20, 0);
+}
+// 2^x for x <= 1022 by 14 instructions of the float64 pipe, with a relative error of 1.1 * 2^-53:
+// on both sides of an integer a polynomial interpolates (2^r - 1) / r at Chebyshev's points.
+// Results below 2^-1022 are 0, and NaN stays NaN.
+__device__ __forceinline__ double quick_exp2(double x) {
+    // Rounded to an integer by what is too large to have a fraction.
+    const double shifted = __dadd_rn(x, 6755399441055744.0);
+    const double r = __dadd_rn(x, -__dadd_rn(shifted, -6755399441055744.0));
+    double y = 4.4549605981865186e-10;
+    y = __fma_rn(y, r, 7.072585949269223e-09);
+    y = __fma_rn(y, r, 1.0178062445845774e-07);
+    y = __fma_rn(y, r, 1.321544258792169e-06);
+    y = __fma_rn(y, r, 1.525273382983612e-05);
+    y = __fma_rn(y, r, 0.0001540353044173605);
+    y = __fma_rn(y, r, 0.0013333558146416936);
+    y = __fma_rn(y, r, 0.009618129107606888);
+    y = __fma_rn(y, r, 0.0555041086648216);
+    y = __fma_rn(y, r, 0.24022650695910097);
+    y = __fma_rn(y, r, 0.6931471805599453);
+    y = __fma_rn(y, r, 1.0);
+    // The exponent by integers, which are a pipe of their own.
+    const unsigned size = __double2hiint(x) & 0x7fffffff;
+    const bool is_far = size > 0x408ff000;  // |x| > 1022
+    const int far = size > 0x7ff00000 ? 0x7ff80000 : 0;
+    const int near = int(unsigned(__double2hiint(y)) + (unsigned(__double2loint(shifted)) << 20));
+    return __hiloint2double(is_far ? far : near, is_far ? 0 : __double2loint(y));
 }
 __device__ __forceinline__ float logarithm(float x) {
     return logf(x);

@@ -38,4 +38,22 @@ __device__ __forceinline__ void cluster_store(unsigned address, double value) {
     asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
 }
 
+// Starts to write two numbers at `address`, aligned to both of them; their bytes count at `barrier`
+// of the same block.
+__device__ __forceinline__ void cluster_send(unsigned address, float a, float b, unsigned barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
+            "r"(address),
+        "f"(a), "f"(b), "r"(barrier)
+        : "memory");
+}
+__device__ __forceinline__ void cluster_send(unsigned address, double a, double b,
+                                             unsigned barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];" ::
+            "r"(address),
+        "d"(a), "d"(b), "r"(barrier)
+        : "memory");
+}
+
 }  // namespace cuflash

@@ -1,9 +1,16 @@
 // One function for each instruction of the sm_80 matrix path that CUDA C++ has no name for.
 //
 // Addresses of shared memory are 32-bit, in the shared window.
+//
+// sm_75 has products of half the depth, in float16 alone, and no background copies. What it has
+// instead runs everywhere: a kernel file that defines CUFLASH_SM75 takes it on any device.
 #pragma once
 
 #include "lib/numeric.cuh"
+
+#if __CUDA_ARCH__ < 800 && !defined(CUFLASH_SM75)
+#define CUFLASH_SM75
+#endif
 
 namespace cuflash {
 
@@ -13,27 +20,42 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 
 // ------------------------------------------------------------------------------ copies (cp.async)
 
-// Copies `bytes` <= 16 bytes to shared memory in the background, past L1, and zeros behind them.
-// Both addresses are multiples of 16; nothing is read if `bytes` is 0.
-__device__ __forceinline__ void copy_async(unsigned to, const void* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+#ifdef CUFLASH_SM75
+__device__ __forceinline__ void store_words(unsigned to, const unsigned (&words)[4]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]),
+                 "r"(words[2]), "r"(words[3])
                  : "memory");
 }
-// The same of 16 bytes; below sm_80, which has no such copies, at once.
+#endif
+
+// Copies 16 bytes to shared memory in the background, past L1; both addresses are multiples of 16.
 __device__ __forceinline__ void copy_async(unsigned to, const void* from) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-#else
+#ifdef CUFLASH_SM75
     const uint4 words = *static_cast<const uint4*>(from);
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words.x), "r"(words.y),
-                 "r"(words.z), "r"(words.w)
+    store_words(to, {words.x, words.y, words.z, words.w});
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#endif
+}
+// The same of `bytes` <= 16 bytes, an even number, and zeros behind them; no more is read.
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, int bytes) {
+#ifdef CUFLASH_SM75
+    if (bytes == 16) return copy_async(to, from);
+    unsigned words[4] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (2 * i < bytes)
+            words[i / 2] |= unsigned(static_cast<const unsigned short*>(from)[i]) << i % 2 * 16;
+    store_words(to, words);
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 #endif
 }
 
 // Closes a group of copies of this thread.
 __device__ __forceinline__ void commit_copies() {
-#if __CUDA_ARCH__ >= 800
+#ifndef CUFLASH_SM75
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
@@ -41,7 +63,7 @@ __device__ __forceinline__ void commit_copies() {
 // Waits until at most `kPending` groups of this thread are under way.
 template <int kPending>
 __device__ __forceinline__ void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
+#ifndef CUFLASH_SM75
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }
@@ -82,14 +104,53 @@ struct MatrixProduct<__nv_bfloat16> {
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
 };
+#ifdef CUFLASH_SM75
+// The same with a 16 x 8, b 8 x 8.
+__device__ __forceinline__ void add_shallow_product(float (&c)[4], unsigned a0, unsigned a1,
+                                                    unsigned b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+#endif
 template <>
 struct MatrixProduct<__half> {
     static __device__ __forceinline__ void add(float (&c)[4], const unsigned (&a)[4], unsigned b0,
                                                unsigned b1) {
+#ifdef CUFLASH_SM75
+        add_shallow_product(c, a[0], a[1], b0);
+        add_shallow_product(c, a[2], a[3], b1);
+#else
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
             "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+    }
+};
+
+// The same in double, with g = lane / 4 and t = lane % 4: a at (g, t), (g + 8, t), (g, t + 4), (g +
+// 8, t + 4) and so on to t + 12; b at (t, g), (t + 4, g) and so on; c as above. Before sm_90 the
+// instruction is for 8 x 8 x 4, the parts of which lie in the same registers.
+template <>
+struct MatrixProduct<double> {
+    static __device__ __forceinline__ void add(double (&c)[4], const double (&a)[8],
+                                               const double (&b)[4]) {
+#if __CUDA_ARCH__ >= 900
+        asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, "
+            "{%0, %1, %2, %3};"
+            : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
+            : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]),
+              "d"(a[7]), "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
+#else
+#pragma unroll
+        for (int part = 0; part < 8; ++part)
+            asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                : "+d"(c[part % 2 * 2]), "+d"(c[part % 2 * 2 + 1])
+                : "d"(a[part]), "d"(b[part / 2]));
+#endif
     }
 };
 
@@ -128,9 +189,13 @@ __device__ __forceinline__ unsigned pack<__nv_bfloat16>(float low, float high) {
 }
 template <>
 __device__ __forceinline__ unsigned pack<__half>(float low, float high) {
+#ifdef CUFLASH_SM75
+    return bytes_as<unsigned>(__floats2half2_rn(low, high));
+#else
     unsigned both;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
+#endif
 }
 
 }  // namespace cuflash

@@ -1,5 +1,5 @@
-// Rows that are copied to shared memory ahead of their turn (sm_90): memory has work while an
-// earlier row is reduced and written.
+// Parts of rows that warps have copied to shared memory ahead of their turn (sm_90): memory has
+// work while an earlier row is reduced and written.
 #pragma once
 
 #include "lib/ptx_barrier.cuh"
@@ -9,96 +9,148 @@
 
 namespace cuflash {
 
-// Bytes before the stages.
-constexpr int kBarrierBytes = 256;
+// Of a stage: each costs its warp 50 instructions beside what it holds.
+constexpr int kStageBytes = 2048;
+// A lane's chunks of each operand in a stage.
+template <int kOperands>
+constexpr int kRun = kStageBytes / (32 * 16 * kOperands);
 
-// The chunks of a block's rows in a ring of p.stages stages in shared memory. A stage is a run of
-// blockDim.x neighbouring chunks, one for each lane of the block; runs come in the order in which
-// lanes take their chunks, of each operand in turn, row by row. A stage is fetched anew when the
-// block has given it back: by a barrier after the last of its lanes has read it.
-template <typename T, int kOperands, typename Team>
+// The chunks of a row that belong to one of its warps: neighbours, whole lines of 128 bytes.
+struct WarpPart {
+    int first, count;
+
+    __device__ __forceinline__ WarpPart(int chunks, int part, int parts) {
+        const int each = ((chunks + parts - 1) / parts + 7) & ~7;
+        first = part * each;
+        count = chunks - first < each ? chunks - first : each;
+        if (count < 0) count = 0;
+    }
+};
+
+// A warp's parts of its rows in a ring of p.stages stages in shared memory, in the order of chunks,
+// row by row; a stage has the same chunks of all operands. What a warp has read it gives back, and
+// the next chunks take the place: nobody else is waited for.
+template <typename T, int kOperands>
 class Feed {
+    static constexpr int kChunks = 32 * kRun<kOperands>;  // of a stage, of each operand
+    static constexpr int kStep = kChunks * kVector<T>;
+
   public:
-    // All threads, with 128-byte aligned memory: kBarrierBytes and the stages.
-    __device__ __forceinline__ Feed(const SoftmaxParameters& p, const Team& team,
-                                    unsigned char* memory)
-        : p_(p), team_(team), stages_(reinterpret_cast<uint4*>(memory + kBarrierBytes)) {
-        barriers_ = shared_address(memory);
-        const int64 chunks = p.columns / kVector<T>, lanes = team.all_lanes();
-        runs_ = int((chunks + lanes - 1) / lanes);
-        const int64 first = first_row(team);
-        const int64 rows =
-            first < p.rows ? (p.rows - first + row_step(team) - 1) / row_step(team) : 0;
-        total_ = unsigned(rows) * runs_ * kOperands;
-        for (int stage = threadIdx.x; stage < p.stages; stage += blockDim.x)
+    // `memory`, aligned to 128 bytes, is the block's: [the warps' stages][barriers of 8 bytes].
+    // The rows, of one kept axis, are those from `row` in steps of `step`.
+    __device__ __forceinline__ Feed(const SoftmaxParameters& p, unsigned char* memory,
+                                    const WarpPart& part, int row, int step)
+        : last_(p.stages - 1), part_(part), left_(part.count) {
+        const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+        stages_ = reinterpret_cast<uint4*>(memory + warp * p.stages * kStageBytes);
+        barriers_ = shared_address(memory + warps * p.stages * kStageBytes) + warp * p.stages * 8;
+        for (int stage = threadIdx.x % 32; stage < p.stages; stage += 32)
             barrier_begin(barriers_ + 8 * stage, 1);
         fence_barriers();
-        __syncthreads();
+        rows_ = part.count && row < p.rows ? int((p.rows - row + step - 1) / step) : 0;
+#pragma unroll
+        for (int i = 0; i < kOperands; ++i) {
+            from_[i] = static_cast<const T*>(p.input[i].data) + row * p.input[i].kept_stride[0] +
+                       part.first * kVector<T>;
+            jump_[i] = step * p.input[i].kept_stride[0] - stages() * kStep;
+        }
         fetch(p.stages);
     }
 
-    // Runs of a row, of each operand.
-    __device__ __forceinline__ int runs() const { return runs_; }
+    // Stages of a row.
+    __device__ __forceinline__ int stages() const { return (part_.count + kChunks - 1) / kChunks; }
 
-    // Waits for the next run and returns its stage.
+    // Waits for the next stage and returns it.
     __device__ __forceinline__ int take() {
-        barrier_wait(barriers_ + 8 * stage_, parity_);
-        const int taken = stage_;
-        if (++stage_ == p_.stages) {
-            stage_ = 0;
-            parity_ ^= 1;
-        }
-        return taken;
+        barrier_wait(barriers_ + 8 * taken_, parity_);
+        const int stage = taken_;
+        parity_ ^= stage == last_;
+        taken_ = next(stage);
+        return stage;
     }
 
-    // This lane's chunk of a stage, or of `fill` unless `present`.
-    __device__ __forceinline__ Vector<T> chunk(int stage, bool present, T fill) const {
+    __device__ __forceinline__ int next(int stage) const { return stage == last_ ? 0 : stage + 1; }
+
+    // This lane's chunk j of an operand in a stage.
+    __device__ __forceinline__ uint4& at(int stage, int j, int operand = 0) const {
+        return stages_[stage * (kStageBytes / 16) + operand * kChunks + j * 32 + threadIdx.x % 32];
+    }
+
+    // The same of stage s of a row, or `fill` where the row has no such chunk.
+    __device__ __forceinline__ Vector<T> chunk(int stage, int s, int j, T fill,
+                                               int operand = 0) const {
         Vector<T> filled;
 #pragma unroll
         for (int v = 0; v < kVector<T>; ++v) filled.element[v] = fill;
         uint4 words = bytes_as<uint4>(filled);
-        if (present) words = stages_[stage * blockDim.x + threadIdx.x];
+        if (has(s, j)) words = at(stage, j, operand);
         return bytes_as<Vector<T>>(words);
     }
-    template <typename Chunk>
-    __device__ __forceinline__ void replace(int stage, const Chunk& chunk) const {
-        stages_[stage * blockDim.x + threadIdx.x] = bytes_as<uint4>(chunk);
+    __device__ __forceinline__ bool has(int s, int j) const {
+        return s * kChunks + j * 32 + int(threadIdx.x % 32) < part_.count;
     }
 
-    // Has the next `count` runs fetched, at most as many as there are threads. They take the places
-    // of those that all threads have read.
+    // Calls visit(s, chunk) for the first kStages stages of the next row, which are given back: a
+    // lane's chunk j of an operand is chunk(j, fill, operand).
+    template <int kStages, typename Visit>
+    __device__ __forceinline__ void take_first(Visit visit) {
+#pragma unroll
+        for (int s = 0; s < kStages; ++s) {
+            if ((s + 1) * kChunks <= part_.count) {
+                const int stage = take();
+                visit(s, [&](int j, T, int operand = 0) {
+                    return bytes_as<Vector<T>>(at(stage, j, operand));
+                });
+                fetch(1);
+            } else {
+                const int stage = s < stages() ? take() : 0;
+                visit(s, [&](int j, T fill, int operand = 0) {
+                    return chunk(stage, s, j, fill, operand);
+                });
+                if (s < stages()) fetch(1);
+            }
+        }
+    }
+
+    // Has the oldest stages of the ring fetched anew: those that the whole warp has read.
     __device__ __forceinline__ void fetch(int count) {
-        const unsigned run = fetched_ + threadIdx.x;
-        if (int(threadIdx.x) < count && run < total_) start(run);
-        fetched_ += count;
+        __syncwarp();
+#pragma unroll 1
+        for (; count > 0; --count) {
+            if (rows_ == 0) return;
+            const int bytes = (left_ < kChunks ? left_ : kChunks) * 16;
+            if (threadIdx.x % 32 == 0) {
+                const unsigned barrier = barriers_ + 8 * fetched_;
+                barrier_arrive_expecting(barrier, kOperands * bytes);
+#pragma unroll
+                for (int i = 0; i < kOperands; ++i)
+                    copy_bytes(
+                        shared_address(stages_ + fetched_ * (kStageBytes / 16) + i * kChunks),
+                        from_[i], bytes, barrier);
+            }
+            fetched_ = next(fetched_);
+            left_ -= kChunks;
+            const bool ends = left_ <= 0;
+            if (ends) {
+                left_ = part_.count;
+                --rows_;
+            }
+#pragma unroll
+            for (int i = 0; i < kOperands; ++i) from_[i] += kStep + (ends ? jump_[i] : 0);
+        }
     }
 
   private:
-    const SoftmaxParameters& p_;
-    const Team& team_;
+    const int last_;
+    const WarpPart part_;
     uint4* stages_;
-    unsigned barriers_, total_, fetched_ = 0;
-    int runs_, stage_ = 0, parity_ = 0;
-
-    __device__ __forceinline__ void start(unsigned run) const {
-        const unsigned stage = run % p_.stages, of_row = run / (runs_ * kOperands),
-                       rest = run % (runs_ * kOperands);
-        const Place place(p_, first_row(team_) + of_row * row_step(team_));
-        const bool second = kOperands == 2 && rest % 2;
-        const int64 chunk =
-            int64(rest / kOperands) * team_.all_lanes() + team_.blocks().rank() * team_.lanes;
-        const int64 left = p_.columns / kVector<T> - chunk;
-        const int count = left < team_.lanes ? int(left) : team_.lanes;
-        const unsigned barrier = barriers_ + 8 * stage;
-        if (count <= 0) {
-            barrier_arrive(barrier);
-            return;
-        }
-        const T* from = static_cast<const T*>(second ? p_.input[1].data : p_.input[0].data) +
-                        (second ? place.input[1] : place.input[0]) + chunk * kVector<T>;
-        barrier_arrive_expecting(barrier, count * 16);
-        copy_bytes(shared_address(stages_ + stage * blockDim.x), from, count * 16, barrier);
-    }
+    unsigned barriers_;
+    int taken_ = 0;
+    unsigned parity_ = 0;
+    // What is fetched next: of rows_ rows, the first of which has left_ chunks to come.
+    const T* from_[kOperands];
+    int64 jump_[kOperands];
+    int rows_, left_, fetched_ = 0;
 };
 
 }  // namespace cuflash

@@ -11,15 +11,16 @@
 namespace cuflash {
 
 // The chunks of a row that one thread holds, in registers or in its own places of shared memory:
-// scores, then their weights where the place is wide enough for them and the operation wants them.
-template <typename T, typename Operation, int kChunks>
+// scores, then their weights where the place is wide enough for them and the operation wants them:
+// in registers, kMostWeights.
+template <typename T, typename Operation, int kChunks, int kMostWeights = 32>
 class Held {
     using A = Accumulator<T>;
     static constexpr bool kRegisters = kChunks > 0;
     // 32 accumulators leave room for as many threads as hide the latency of memory.
     static constexpr bool kWeights =
         Operation::kOfWeights &&
-        (sizeof(T) == sizeof(A) || (kRegisters && kChunks * kVector<T> <= 32));
+        (sizeof(T) == sizeof(A) || (kRegisters && kChunks * kVector<T> <= kMostWeights));
     using Chunk = typename Either<kWeights, Wide<T>, Vector<T>>::type;
 
   public:

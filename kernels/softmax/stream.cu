@@ -5,14 +5,19 @@
 // x (rows, columns) -> output[0] (rows, columns); gradients as in backward.cu. Every lane holds
 // kChunks chunks of its row in registers (of each operand), and of softmax the rest of them where
 // they were copied to.
-// Grid: clusters of kBlocks blocks of one team, as many as fit on the GPU at a time, each cluster
-// row by row; any number of them is right. Dynamic shared memory: [what a team's reductions
-// need][`Feed`], with stages for a lane's chunks in registers and for its others.
-#include "softmax/cluster.cuh"
+// Rows have one kept axis. Each warp works on its own part of them: it waits for what it copied
+// itself, and once a row for what the others have to say.
+// Grid: clusters of kBlocks blocks of kWarps warps, as many as fit on the GPU at a time, each
+// cluster row by row; any number of them is right. Dynamic shared memory: [`Exchange`][`Feed`],
+// with more stages than a warp keeps of a row.
+#include "softmax/exchange.cuh"
 #include "softmax/feed.cuh"
 #include "softmax/fused.cuh"
 
 namespace cuflash {
+
+// Weights that a lane keeps: of rows of float as many as it holds, of 16-bit ones half.
+constexpr int kStreamWeights = 64;
 
 // The largest of many scores; of 16-bit ones two at a time, without widening them.
 template <typename T>
@@ -41,128 +46,143 @@ struct Largest<__half> : LargestOfPairs<__half, __half2> {};
 template <>
 struct Largest<__nv_bfloat16> : LargestOfPairs<__nv_bfloat16, __nv_bfloat162> {};
 
-template <int kBlocks>
-struct BlocksOf {
-    using type = Cluster<kBlocks>;
-};
-template <>
-struct BlocksOf<1> {
-    using type = OneBlock;
-};
+// The states of all warps as one.
+template <typename A, typename Exchange>
+__device__ __forceinline__ OnlineSoftmax<A> unite_warps(Exchange& exchange,
+                                                        const OnlineSoftmax<A>& state) {
+    const OnlineSoftmax<A>* states = exchange.gather(state);
+    A m = -infinity<A>(), l = 0;
+    exchange.for_each(states, [&](const OnlineSoftmax<A>& other) { m = maximum(m, other.m); });
+    m = of_warp(m, Maximum{});
+    exchange.for_each(states,
+                      [&](const OnlineSoftmax<A>& other) { l = add(l, other.relative_to(m)); });
+    return {m, of_warp(l, Plus{})};
+}
 
-template <typename T, typename Operation, int kChunks, int kBlocks>
-__global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, 1)
+template <typename T, typename Operation, int kChunks, int kWarps, int kBlocks>
+__global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
     stream(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
+    using State = OnlineSoftmax<A>;
     // The weights take the place of what was copied, if they fit there.
-    constexpr bool kWeights = Operation::kOfWeights && sizeof(T) == sizeof(A);
+    constexpr bool kReplaces = Operation::kOfWeights && sizeof(T) == sizeof(A);
+    constexpr int kStages = kChunks / kRun<1>;  // of a row, in registers
     CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
-    Team<kPacked, typename BlocksOf<kBlocks>::type> team(p, memory);
-    Feed<T, 1, decltype(team)> feed(p, team, team.memory_end());
-    const int runs = feed.runs(), columns = int(p.columns);
-    const int step = team.all_lanes() * kVector<T>, start = team.lane_of_all() * kVector<T>;
-    auto chunk_of = [&](int stage, int i) {
-        return feed.chunk(stage, start + i * step < columns, lowest<T>());
-    };
+    Exchange<State, kWarps, kBlocks> exchange(memory);
+    const WarpPart part(int(p.columns / kVector<T>), exchange.number(), exchange.kCount);
+    const int first = blockIdx.x / kBlocks, step = gridDim.x / kBlocks;
+    Feed<T, 1> feed(p, exchange.memory_end(), part, first, step);
+    const int lane = threadIdx.x % 32, stages = feed.stages();
+    T* y = static_cast<T*>(p.output[0].data) + first * p.output[0].kept_stride[0] +
+           (part.first + lane) * kVector<T>;
 
-    for (int64 row = first_row(team); row < p.rows; row += row_step(team)) {
-        Held<T, Operation, kChunks> held(nullptr);
+    for (int row = first; row < p.rows; row += step, y += step * p.output[0].kept_stride[0]) {
+        Held<T, Operation, kChunks, kStreamWeights> held(nullptr);
         Largest<T> top;
+        feed.template take_first<kStages>([&](int s, auto chunk) {
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
-            const int stage = i < runs ? feed.take() : 0;
-            const Vector<T> scores = chunk_of(stage, i);
-            held.put(i, scores);
-            top.push(scores);
-        }
-        __syncthreads();
-        feed.fetch(runs < kChunks ? runs : kChunks);
+            for (int j = 0; j < kRun<1>; ++j) {
+                const Vector<T> scores = chunk(j, lowest<T>());
+                held.put(s * kRun<1> + j, scores);
+                top.push(scores);
+            }
+        });
+        // What is left of the part stays in its stages.
         int first_stage = 0;
 #pragma unroll 1
-        for (int i = kChunks; i < runs; ++i) {
+        for (int s = kStages; s < stages; ++s) {
             const int stage = feed.take();
-            if (i == kChunks) first_stage = stage;
-            top.push(chunk_of(stage, i));
+            if (s == kStages) first_stage = stage;
+#pragma unroll
+            for (int j = 0; j < kRun<1>; ++j) top.push(feed.chunk(stage, s, j, lowest<T>()));
         }
-        OnlineSoftmax<A> group{team.reduce_group(top.value(), Maximum{}), A(0)};
-
         auto for_each_rest = [&](auto visit) {
             int stage = first_stage;
-#pragma unroll 2
-            for (int i = kChunks; i < runs; ++i) {
-                visit(stage, i);
-                if (++stage == p.stages) stage = 0;
-            }
+#pragma unroll 1
+            for (int s = kStages; s < stages; ++s, stage = feed.next(stage)) visit(stage, s);
         };
+
+        State group{of_warp(top.value(), Maximum{}), A(0)};
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) group.l = add(group.l, sum(held.weigh(i, group)));
-        for_each_rest([&](int stage, int i) {
-            const Wide<T> ws = weights(group, Wide<T>(chunk_of(stage, i)));
-            if constexpr (kWeights) feed.replace(stage, ws);
-            group.l = add(group.l, sum(ws));
+        for_each_rest([&](int stage, int s) {
+#pragma unroll
+            for (int j = 0; j < kRun<1>; ++j) {
+                const Wide<T> ws = weights(group, Wide<T>(feed.chunk(stage, s, j, lowest<T>())));
+                if constexpr (kReplaces) feed.at(stage, j) = bytes_as<uint4>(ws);
+                group.l = add(group.l, sum(ws));
+            }
         });
-        group.l = team.reduce_group(group.l, Plus{});
-        const OnlineSoftmax<A> state = team.unite(group);
+        group.l = of_warp(group.l, Plus{});
+        const State state = unite_warps(exchange, group);
         held.forget_weights();
 
         const Operation operation(state, group);
-        const Place place(p, row);
-        const Row<T, kPacked> y(p, p.output[0], place.output[0]);
+        // First what keeps the ring from filling.
+        for_each_rest([&](int stage, int s) {
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) y.store(start + i * step, held.result(i, operation));
-        for_each_rest([&](int stage, int i) {
-            const Wide<T> scores(chunk_of(stage, i));
-            Vector<T> result;
+            for (int j = 0; j < kRun<1>; ++j) {
+                if (!feed.has(s, j)) continue;
+                const Wide<T> scores(bytes_as<Vector<T>>(feed.at(stage, j)));
+                Vector<T> result;
 #pragma unroll
-            for (int v = 0; v < kVector<T>; ++v)
-                result.element[v] = narrow<T>(result_of<kWeights>(operation, scores.element[v]));
-            y.store(start + i * step, result);
+                for (int v = 0; v < kVector<T>; ++v)
+                    result.element[v] =
+                        narrow<T>(result_of<kReplaces>(operation, scores.element[v]));
+                store_streaming(y + (s * kRun<1> + j) * 32 * kVector<T>, result);
+            }
+            if constexpr (kReplaces) fence_shared_for_copies();
+            feed.fetch(1);
         });
-        if (runs > kChunks) {
-            if constexpr (kWeights) fence_shared_for_copies();
-            __syncthreads();
-            feed.fetch(runs - kChunks);
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+            const Vector<T> result = held.result(i, operation);
+            if (i * 32 + lane < part.count) store_streaming(y + i * 32 * kVector<T>, result);
         }
     }
 }
 
-template <typename T, typename Gradient, int kChunks, int kBlocks>
-__global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, 1)
+template <typename T, typename Gradient, int kChunks, int kWarps, int kBlocks>
+__global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
     stream_vjp(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
     CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
-    Team<kPacked, typename BlocksOf<kBlocks>::type> team(p, memory);
-    Feed<T, 2, decltype(team)> feed(p, team, team.memory_end());
-    const int runs = feed.runs(), columns = int(p.columns);
-    const int step = team.all_lanes() * kVector<T>, start = team.lane_of_all() * kVector<T>;
-    for (int64 row = first_row(team); row < p.rows; row += row_step(team)) {
+    Exchange<Sum<A>, kWarps, kBlocks> exchange(memory);
+    const WarpPart part(int(p.columns / kVector<T>), exchange.number(), exchange.kCount);
+    const int first = blockIdx.x / kBlocks, step = gridDim.x / kBlocks;
+    Feed<T, 2> feed(p, exchange.memory_end(), part, first, step);
+    const int lane = threadIdx.x % 32;
+    T* dx = static_cast<T*>(p.output[0].data) + first * p.output[0].kept_stride[0] +
+            (part.first + lane) * kVector<T>;
+
+    for (int row = first; row < p.rows; row += step, dx += step * p.output[0].kept_stride[0]) {
         Pair<T> held[kChunks];
         Sum<A> sum{A(0), A(0)};
+        feed.template take_first<kChunks / kRun<2>>([&](int s, auto chunk) {
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
-            const int dy = i < runs ? feed.take() : 0, y = i < runs ? feed.take() : 0;
-            const bool present = start + i * step < columns;
-            held[i] = {feed.chunk(dy, present, narrow<T>(A(0))),
-                       feed.chunk(y, present, narrow<T>(Gradient::absent()))};
-            const Wide<T> dys(held[i].dy), ys(held[i].y);
-            Wide<T> terms;
+            for (int j = 0; j < kRun<2>; ++j) {
+                const Pair<T> pair{chunk(j, narrow<T>(A(0)), 0),
+                                   chunk(j, narrow<T>(Gradient::absent()), 1)};
+                held[s * kRun<2> + j] = pair;
+                const Wide<T> dys(pair.dy), ys(pair.y);
+                Wide<T> terms;
 #pragma unroll
-            for (int v = 0; v < kVector<T>; ++v) {
-                terms.element[v] = Gradient::term(dys.element[v], ys.element[v]);
-                if (ys.element[v] != Gradient::absent()) sum.occupied = 1;
+                for (int v = 0; v < kVector<T>; ++v) {
+                    terms.element[v] = Gradient::term(dys.element[v], ys.element[v]);
+                    if (ys.element[v] != Gradient::absent()) sum.occupied = 1;
+                }
+                sum.total = add(sum.total, cuflash::sum(terms));
             }
-            sum.total = add(sum.total, cuflash::sum(terms));
-        }
-        __syncthreads();
-        feed.fetch(2 * runs);
-        sum = team.reduce(sum, Sum<A>{});
+        });
+        sum = of_warp(sum, Sum<A>{});
+        const Sum<A>* sums = exchange.gather(sum);
+        sum = {A(0), A(0)};
+        exchange.for_each(sums, [&](const Sum<A>& other) { sum = Sum<A>{}(sum, other); });
+        sum = of_warp(sum, Sum<A>{});
 
-        if constexpr (sizeof(T) < sizeof(A)) {  // has the compiler widen again what would not fit
+        // Has the compiler compute again what would not fit the registers.
 #pragma unroll
-            for (int i = 0; i < kChunks; ++i) held[i] = words_here(held[i]);
-        }
-        const Place place(p, row);
-        const Row<T, kPacked> dx(p, p.output[0], place.output[0]);
+        for (int i = 0; i < kChunks; ++i) held[i] = words_here(held[i]);
         const Gradient gradient{sum.total};
         const bool empty = sum.occupied == A(0);
 #pragma unroll
@@ -174,7 +194,7 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(kMaxThreads, 1)
                 const A value = gradient.value(dys.element[v], ys.element[v]);
                 result.element[v] = narrow<T>(empty ? A(0) : value);
             }
-            dx.store(start + i * step, result);
+            if (i * 32 + lane < part.count) store_streaming(dx + i * 32 * kVector<T>, result);
         }
     }
 }

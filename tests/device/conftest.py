@@ -16,6 +16,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 _CAPABLE = {
     "attention/backward_mma.cu": lambda capability: capability >= 80,
     "attention/decode_mma.cu": lambda capability: capability >= 80,
+    "attention/forward_dmma.cu": lambda capability: capability >= 80,
     "attention/forward_mma.cu": lambda capability: capability >= 80,
     "attention/forward_wgmma.cu": lambda capability: capability == 90,
     "attention/backward_wgmma.cu": lambda capability: capability == 90,
@@ -30,6 +31,7 @@ def kernels() -> None:
     They also go to CuPy's cache on disk, where the processes that tests start find them.
     """
     from cuflash.device.attention_plans import attention_kernels
+    from cuflash.device.attention_plans_mma import sm75_kernels
     from cuflash.device.attention_vjp_plans import attention_vjp_kernels
     from cuflash.device.compiler import warm
     from cuflash.device.executor import device_limits
@@ -44,6 +46,8 @@ def kernels() -> None:
         for name in (*attention_kernels(dtype), *attention_vjp_kernels(dtype, limits))
         if _CAPABLE.get(name.source, bool)(int(limits.compute_capability))
     ]
+    if int(limits.compute_capability) < 80:
+        names += sm75_kernels()
     for dtype in FLOATS:
         names += softmax_kernels(dtype, clusters=limits.cluster_blocks > 1)
     warm(names)

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 
 import cuflash
 from cuflash import baselines, device, reference
+from cuflash.device.attention_plans_dmma import DMMA_CAPABILITIES
 from cuflash.problem import BFLOAT16
 from cuflash.testing.bounds import assert_attention_close, expect_attention
 from cuflash.testing.cases import ALL_CASES
@@ -67,8 +68,12 @@ def by_family(function, method):
     """Fix the method of an attention function, to "simt" for what tensor cores cannot run."""
 
     def call(q, k, v, *args, **options):
-        runs = q.dtype.itemsize == 2 and max(q.shape[-1], v.shape[-1]) <= 256
-        runs &= int(cupy.cuda.Device().compute_capability) >= 80
+        capability = cupy.cuda.Device().compute_capability
+        if q.dtype == np.float64:
+            runs = q.shape[-1] <= 256 and capability in DMMA_CAPABILITIES
+        else:
+            runs = q.dtype.itemsize == 2 and max(q.shape[-1], v.shape[-1]) <= 256
+            runs &= int(capability) >= 80
         return function(
             q, k, v, *args, method="simt" if method == "mma" and not runs else method, **options
         )

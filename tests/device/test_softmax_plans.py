@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 
 from cuflash.device.plans import plan_softmax, softmax_kernels
 from cuflash.device.softmax_regimes import (
-    CLUSTER_BYTES,
     COLUMN_TILES,
     PART_BYTES,
     SHORT_LENGTHS,
+    STAGE_BYTES,
+    STREAM_SHAPES,
+    UNSTREAMED_BYTES,
     ColumnTile,
     softmax_regimes,
 )
 from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS, divisor, rows_of
-from cuflash.problem import FLOATS, ArraySpec, SoftmaxProblem
+from cuflash.problem import FLOATS, ArraySpec, SoftmaxProblem, accumulator
 from cuflash.testing.strategies import softmax_problems
 from tests.devices import H200, T4
 
@@ -296,9 +298,8 @@ def test_tiles_that_are_read_twice_are_shared_where_they_are_few(dtype):
         assert launch.kernel.expression.endswith(f", 0, {blocks}>")
 
 
-def streams(rows, length, dtype=np.float32, *, operation="softmax", limits=H200, **options):
+def streams(x, *, operation="softmax", limits=H200, **options):
     """Return the blocks of the clusters that stream rows, 0 if others take them."""
-    x = matrix(rows, length, dtype)
     names = ("dy", "y") if "vjp" in operation else ("x",)
     method = options.pop("method", "auto")
     problem = SoftmaxProblem.of(operation, dict.fromkeys(names, x), -1, method=method, **options)
@@ -307,58 +308,72 @@ def streams(rows, length, dtype=np.float32, *, operation="softmax", limits=H200,
     if launch.kernel.source != "softmax/stream.cu":
         assert not launch.staying
         return 0
-    assert launch.kernel in set(softmax_kernels(np.dtype(dtype)))
-    assert (len(made.launches), made.method, made.workspace_bytes) == (1, "cluster", 0)
+    assert launch.kernel in set(softmax_kernels(x.dtype))
     blocks, fields = launch.staying, parameters(made)
-    assert launch.kernel.expression.endswith(f", {blocks}>")
+    method = "cluster" if blocks > 1 else "fused"
+    assert (len(made.launches), made.method, made.workspace_bytes) == (1, method, 0)
+    held, warps, last = map(int, launch.kernel.expression.rstrip(">").split(", ")[2:])
+    assert (last, 32 * warps, fields["parts"]) == (blocks, launch.block, blocks)
     assert launch.grid == limits.multiprocessors // blocks * blocks
-    assert launch.shared_bytes + 1024 <= limits.shared_per_block
-    assert (fields["parts"], 1 << fields["log2_lanes"]) == (blocks, launch.block)
-    # The ring takes a lane's chunks in registers, and its others.
-    held = int(launch.kernel.expression.split(", ")[2])
-    runs = -(-length * x.dtype.itemsize // (16 * blocks * launch.block))
-    operands = len(names)
-    assert operands * held <= fields["stages"]
-    assert runs <= held + (fields["stages"] if operands == 1 else 0)
+    # The ring takes a warp's chunks but for those that its lanes hold, and one stage to come.
+    part = -(-x.shape[-1] * x.dtype.itemsize // (blocks * warps))
+    kept = max(0, -(-(part - 512 * held) // STAGE_BYTES))
+    assert kept < fields["stages"] if len(names) == 1 else kept == 0
+    item = accumulator(x.dtype).itemsize
+    exchange = -(-(16 + 2 * blocks * warps * 2 * item) // 128) * 128
+    stages = warps * fields["stages"] * (STAGE_BYTES + 8)
+    assert exchange + stages == launch.shared_bytes <= limits.shared_per_block - 1024
     return blocks
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("operation", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("operation", ["softmax", "log_softmax", "softmax_vjp", "log_softmax_vjp"])
 def test_many_long_rows_are_streamed(dtype, operation):
-    """At the borders of each cluster, in chunks; views, masks and methods are others' to take."""
+    """At the borders of each shape, in chunks; views, masks and methods are others' to take."""
+
+    def of(length, rows=2000, **options):
+        return streams(matrix(rows, length, dtype), operation=operation, **options)
+
+    pairs = "vjp" in operation
     chunk = 16 // dtype.itemsize
-    first = CLUSTER_BYTES[dtype.itemsize] // dtype.itemsize
-    assert not streams(2000, first, dtype, operation=operation)
-    blocks = max(2, 2 * CLUSTER_BYTES[dtype.itemsize] >> 18)
-    while blocks <= 16:
-        longest = blocks * 2**18 // dtype.itemsize
+    longest = UNSTREAMED_BYTES[dtype.itemsize, pairs] // dtype.itemsize
+    assert not of(longest)
+    for shape in STREAM_SHAPES[dtype.itemsize, pairs]:
+        first, longest = longest, shape.row_bytes // dtype.itemsize
         for length in (first + chunk, longest - chunk, longest):
-            assert streams(2000, length, dtype, operation=operation) == blocks
-        first, blocks = longest, 2 * blocks
-    assert not streams(2000, first + chunk, dtype, operation=operation)
-    assert not streams(2000, first - 1, dtype, operation=operation)
-    for other in ({"method": "cluster"}, {"method": "online"}, {"where": np.ones(1, bool)}):
-        assert not streams(2000, first // 2, dtype, operation=operation, **other)
-    enough = -(-15 * 132 // 16)
-    assert streams(enough, first, dtype, operation=operation) == 16
-    assert not streams(enough - 1, first, dtype, operation=operation)
+            assert of(length) == shape.blocks
+        assert not of(longest - 1)
+        enough = -(-8 * H200.multiprocessors // shape.blocks)
+        assert of(longest, enough) == shape.blocks
+        assert not of(longest, enough - 1)
+    assert shape.blocks == 16
+    assert not of(longest + chunk)
     for limits in (T4, replace(H200, shared_per_block=99 << 10), replace(H200, cluster_blocks=8)):
-        assert not streams(2000, first, dtype, operation=operation, limits=limits)
+        assert not of(longest, limits=limits)
+    if not pairs:
+        for other in ({"method": "cluster"}, {"method": "online"}, {"where": np.ones(1, bool)}):
+            assert not of(longest // 2, **other)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("operation", ["softmax_vjp", "log_softmax_vjp"])
-def test_gradients_of_many_long_rows_are_streamed(dtype, operation):
-    chunk, narrow = 16 // dtype.itemsize, dtype.itemsize < 8
-    first, blocks = 2**16 // dtype.itemsize, 2
-    assert not streams(2000, first, dtype, operation=operation)
-    while blocks <= 16:
-        longest = blocks * 2**16 // dtype.itemsize
-        for length in (first + chunk, longest - chunk, longest):
-            assert streams(2000, length, dtype, operation=operation) == narrow * blocks
-        first, blocks = longest, 2 * blocks
-    assert not streams(2000, first + chunk, dtype, operation=operation)
+def test_streamed_rows_have_one_stride():
+    x = np.zeros((), np.float32)
+    shape, strides = (2, 1000, 2**16), (2**30, 2**19, 4)
+    x = np.lib.stride_tricks.as_strided(x, shape, strides, writeable=False)
+    assert [streams(rows) for rows in (x, *x)] == [0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"warps": 12}, "no such kernel"),
+        ({"held": 3}, "no such kernel"),
+        ({"blocks": 3}, "blocks must be 1 or one of"),
+        ({"row_bytes": 1 << 23}, "no room"),
+    ],
+)
+def test_shapes_validate_themselves(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(STREAM_SHAPES[4, False][-1], **change)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -13,13 +13,10 @@ from cuflash.device.executor import CurrentDevice, device_limits
 from cuflash.device.plans import plan_softmax
 from cuflash.device.softmax import compute, launch_plan
 from cuflash.device.softmax_regimes import (
-    CLUSTER_BYTES,
-    MAX_THREADS,
-    PAIR_CLUSTER_BYTES,
     SHORT_LENGTHS,
-    STREAM_CHUNKS,
-    STREAM_PAIRS,
-    stream_blocks,
+    STREAM_SHAPES,
+    UNSTREAMED_BYTES,
+    stream_shape,
 )
 from cuflash.problem import BFLOAT16, FLOATS, ArraySpec, SoftmaxProblem
 from tests.device.arrays import on_device
@@ -115,19 +112,18 @@ def assert_rows_close(actual, expected, eps):
 
 
 def needs_streams():
-    if not stream_blocks(10**6, 2**17, np.dtype(np.float32), device_limits(0), pairs=False):
+    if not stream_shape(10**6, 2**14, np.dtype(np.float32), device_limits(0), pairs=False):
         pytest.skip("nothing streams rows here")
 
 
 def shapes(dtype, *, pairs=False):
-    """Yield (blocks, length): at the borders of each cluster, in chunks."""
-    least = (PAIR_CLUSTER_BYTES if pairs else CLUSTER_BYTES).get(dtype.itemsize, 2**30)
-    each = MAX_THREADS * (STREAM_PAIRS if pairs else STREAM_CHUNKS)
-    blocks = 2 * least // (16 * each)
-    while blocks <= device_limits(0).cluster_blocks:
-        for chunks in (blocks * each // 2 + 1, blocks * each - 1, blocks * each):
-            yield blocks, chunks * 16 // dtype.itemsize
-        blocks *= 2
+    """Yield (blocks, length): at the borders of each shape, in chunks."""
+    longest = UNSTREAMED_BYTES[dtype.itemsize, pairs]
+    for shape in STREAM_SHAPES[dtype.itemsize, pairs]:
+        if shape.blocks <= device_limits(0).cluster_blocks:
+            for nbytes in (longest + 16, shape.row_bytes - 16, shape.row_bytes):
+                yield shape.blocks, nbytes // dtype.itemsize
+        longest = shape.row_bytes
 
 
 def numbers(dtype, size):
@@ -139,7 +135,7 @@ def test_streamed_rows(dtype):
     """Ordinary rows, and those with -inf, NaN or +inf; softmax in place."""
     needs_streams()
     eps = EPS[dtype.name], TINY[dtype.name]
-    base = numbers(dtype, 2**23 // dtype.itemsize + ROWS)
+    base = numbers(dtype, 2**22 // dtype.itemsize + ROWS)
     for blocks, length in shapes(dtype):
         executor = FewClusters(blocks)
         x = matrix(base, ROWS, length)
@@ -208,7 +204,7 @@ def test_streamed_rows_repeat_their_bits_on_any_stream():
     """30 times in a graph and out of it, behind what the stream has to do before."""
     needs_streams()
     for blocks in (2, 16):
-        length = blocks * 2**16 - 4
+        length = blocks * 2**15 - 4
         x = matrix(numbers(np.float32, length + ROWS), ROWS, length)
         first = run("softmax", [x], FewClusters(blocks))
         assert_rows_close(first, softmax(wide(x)), (1e-6, 0))
@@ -237,7 +233,7 @@ def test_streamed_rows_repeat_their_bits_on_any_stream():
 def test_a_full_gpu_of_streamed_rows():
     needs_streams()
     limits = device_limits(0)
-    length = 2**16 + 4
+    length = 2**15 + 4
     x = matrix(numbers(np.float32, 2**17), 8 * limits.multiprocessors + 5, length)
     problem = SoftmaxProblem.of("softmax", {"x": x}, -1)
     (launch,) = plan_softmax(problem, (ArraySpec.of(x),), True, limits).launches

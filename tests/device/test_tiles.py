@@ -10,6 +10,7 @@ pytest.importorskip("cupy", reason="plans live beside CuPy's launches")
 
 from cuflash._sources import kernel_source
 from cuflash.device.attention_plans_decode import DecodeTile
+from cuflash.device.attention_plans_dmma import DmmaTile
 from cuflash.device.attention_plans_mma import MmaTile
 from cuflash.device.attention_plans_wgmma import WGMMA_TILES, WgmmaTile
 from cuflash.device.attention_vjp_plans import PairTile, plan_attention_vjp
@@ -20,6 +21,7 @@ from cuflash.problem_vjp import AttentionVjpProblem
 from tests.devices import H200
 
 MMA = MmaTile(2, 4, 64, 64, 64, True, 2)
+DMMA = DmmaTile(4, 32, 64, 64, False, 2)
 WGMMA = WgmmaTile(2, 128, 128, 2, 2, True, True, True)
 DECODE = DecodeTile(4, 32, 64, 64, 3, True, 2)
 BACKWARD_WGMMA = BackwardWgmmaTile(2, 128, 3, 2, True)
@@ -46,6 +48,25 @@ BACKWARD_WGMMA = BackwardWgmmaTile(2, 128, 3, 2, True)
 def test_an_mma_tile_that_cannot_be_compiled_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(MMA, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"warps": 2}, r"warps must lie in 3\.\.32, got 2"),
+        ({"keys": 24}, r"keys must be a multiple of 16 in 16\.\.128, got 24"),
+        ({"keys": 144}, "keys must be a multiple of 16"),
+        ({"features": 48}, "features must be a positive multiple of 32, got 48"),
+        ({"values": 0}, "values must be a positive multiple of 32, got 0"),
+        ({"warps": 6}, "6 warps cannot copy rows of 64 features in equal parts"),
+        ({"features": 512}, "4 warps cannot copy rows of 512 features"),
+        ({"warps": 32, "keys": 16}, "32 warps cannot copy rows of 64 features"),
+        ({"blocks": 0}, "blocks must be positive, got 0"),
+    ],
+)
+def test_a_tile_in_float64_that_cannot_be_compiled_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(DMMA, **change)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The tensor-core kernel on the CPU: every tile of its table with every score pipeline."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -7,9 +8,10 @@ import pytest
 
 import cuflash
 from cuflash.device import attention_plans
-from cuflash.device.attention_plans_mma import MMA_TILES
+from cuflash.device.attention_plans_mma import MMA_TILES, SM75_TILES
+from cuflash.problem import BFLOAT16
 from cuflash.testing.bounds import assert_attention_close, expect_attention
-from tests.devices import H200
+from tests.devices import H200, T4
 from tests.host_cuda import builder
 from tests.host_cuda.test_attention import plan_of, use
 
@@ -35,7 +37,7 @@ OPTIONS = {
 }
 TILES = [
     pytest.param(choice.tile, score, id=f"{choice.tile.expression[17:-1]}-{score}")
-    for choice in MMA_TILES
+    for choice in (*MMA_TILES, *SM75_TILES)
     for score in OPTIONS
     if choice.steps or score in ("PlainScore", "RangedScore")
 ]
@@ -74,6 +76,18 @@ def test_tile(tile, score, monkeypatch, plans_of_one_tile):
     assert f"cuflash::{score}<" in executor.launched[0].kernel.expression
     assert tile.expression in executor.launched[0].kernel.expression
     assert_attention_close(out, lse, expect_attention(q, k, v, **options))
+
+
+def test_the_instructions_of_sm_75_take_float16_alone():
+    def source(dtype, d, queries=300, limits=T4):
+        return plan_of(queries, 300, d, d, dtype=dtype, limits=limits).forward.kernel.source
+
+    assert source(np.float16, 64) == "attention/forward_mma_sm75.cu"
+    assert source(np.float16, 64, queries=1) == "attention/forward_mma_sm75.cu"
+    newer = replace(H200, compute_capability="80")
+    assert source(np.float16, 64, limits=newer) == "attention/forward_mma.cu"
+    for dtype, d in ((np.float16, 129), (BFLOAT16, 64), (np.float32, 64)):
+        assert source(dtype, d) == "attention/forward_simt.cu"
 
 
 def _aligned(masks):

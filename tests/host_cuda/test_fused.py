@@ -138,6 +138,22 @@ def test_layer_norm_of_long_rows(dtype, columns, forward, backward, monkeypatch)
     assert backward in executor.launched[-2].kernel.expression
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("columns", [24, 519, 4096])
+def test_rows_far_from_zero(dtype, columns, monkeypatch):
+    """Where the squares' sum cancels; a row of one number has no variance at all."""
+    use(monkeypatch)
+    functions = fused.dropout_bias_layer_norm, fused.dropout_bias_layer_norm_vjp
+    case = LayerNormCase(
+        dtype, (5, columns), "contiguous", 0.0, 7, 1, 1e-5, residual=False, mean=-90.0, seed=3
+    )
+    layer_norm_matches_oracle(*functions, case)
+    vectors = [case.operands()[name] for name in ("gamma", "beta")]
+    x = np.full((3, columns), 77, vectors[0].dtype)
+    y = functions[0](x, 0 * vectors[0], *vectors, p=0, seed=0)
+    np.testing.assert_array_equal(y, np.broadcast_to(vectors[1], x.shape))
+
+
 def test_views_of_long_rows_equal_copies(monkeypatch, rng):
     """Lanes of views that are read by elements have the octets that those of copies hold."""
     use(monkeypatch)
@@ -177,11 +193,13 @@ def test_dropout_by_any_first_element(monkeypatch):
         np.testing.assert_array_equal(grads.dx != 0, kept & (grads.dresidual != 0))
 
 
-def test_the_element_at_the_threshold_is_kept(monkeypatch):
+@pytest.mark.parametrize("dtype", ["float64", "float16"])  # in pairs, and one at a time
+def test_the_element_at_the_threshold_is_kept(dtype, monkeypatch):
     """Of lanes (2 i, 2 i + 1) = (x, y), p = x / 65536 keeps x; what lies one above drops it."""
     use(monkeypatch)
     lanes = reference.philox((9, 0), (0, 0, 0, 0))
-    stats, vector, dy = np.zeros(1), np.ones(8), np.arange(8.0)[None]
+    vector, dy = np.ones(8, dtype), np.arange(8, dtype=dtype)[None]
+    stats = np.zeros(1, np.float64 if dtype == "float64" else np.float32)
     for element in range(8):
         lane = lanes[element // 2] >> 16 * (element % 2) & 0xFFFF
         for threshold in (lane, lane + 1):

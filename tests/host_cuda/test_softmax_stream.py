@@ -11,6 +11,7 @@ import pytest
 from cuflash import reference
 from cuflash.device.compiler import KernelName, Launch
 from cuflash.device.plans import C_TYPES, plan_softmax
+from cuflash.device.softmax_regimes import STAGE_BYTES
 from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS
 from cuflash.problem import ArraySpec, SoftmaxProblem, accumulator
 from cuflash.testing.bounds import assert_softmax_close, expect_softmax, expect_softmax_vjp
@@ -27,9 +28,10 @@ OPERATIONS = {
     "softmax_vjp": "SoftmaxVjp",
     "log_softmax_vjp": "LogSoftmaxVjp",
 }
-THREADS, HELD, STAGES = 64, 2, 5
-#: In chunks: one lane's, all lanes' one, two, and with the rest that the ring has room for.
-CHUNKS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 200, 321, 447, 448)
+WARPS, HELD, STAGES = 2, 4, 4
+#: In chunks: a lane's, a line of 128 bytes, one warp's alone, a stage of each warp, all that a lane
+#: holds, and with the rest that the ring has room for.
+CHUNKS = (1, 8, 9, 15, 17, 63, 127, 255, 256, 257, 300, 511, 512, 513, 1023, 1024)
 
 
 def stream(operation, inputs, blocks=2, stages=STAGES, **options):
@@ -41,14 +43,13 @@ def stream(operation, inputs, blocks=2, stages=STAGES, **options):
     arrays = [np.require(a, requirements="A") for a in (*inputs, out)]
     block = plan.parameters([a.ctypes.data for a in arrays], 0).view(SOFTMAX_PARAMETERS.dtype)
     block = block.copy()
-    block["log2_lanes"], block["parts"] = THREADS.bit_length() - 1, 1
     block["stages"] = stages
     dtype = inputs[0].dtype
     types = f"{C_TYPES[dtype.name]}, cuflash::{OPERATIONS[operation]}"
     template = "stream_vjp" if "vjp" in operation else "stream"
-    name = f"cuflash::{template}<{types}<{C_TYPES[accumulator(dtype).name]}>, {HELD}, 1>"
-    shared = 128 + 256 + stages * THREADS * 16
-    launch = Launch(KernelName("softmax/stream.cu", name), blocks, THREADS, shared)
+    name = f"cuflash::{template}<{types}<{C_TYPES[accumulator(dtype).name]}>, {HELD}, {WARPS}, 1>"
+    shared = 128 + WARPS * stages * (STAGE_BYTES + 8)
+    launch = Launch(KernelName("softmax/stream.cu", name), blocks, 32 * WARPS, shared)
     HostExecutor(**options).launch(launch, block)
     return out
 
@@ -76,7 +77,7 @@ def test_rows(name, dtype, order, rng):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_gradients(name, dtype, rng):
-    for chunks in (c for c in CHUNKS if c <= HELD * THREADS):
+    for chunks in (c for c in CHUNKS if c <= 32 * HELD * WARPS):
         shape = (7, chunks * 16 // numbers(dtype).itemsize)
         x, dy = (rng.normal(size=shape).astype(numbers(dtype)) for _ in range(2))
         x[1], x[2, : shape[1] // 2] = -np.inf, -np.inf
@@ -86,29 +87,27 @@ def test_gradients(name, dtype, rng):
         assert not dx[1].any()
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 32])
+@pytest.mark.parametrize("stages", [1, 2, 3, 32])
 def test_rings_of_other_sizes(stages, rng):
-    x = rng.normal(size=(9, (HELD + min(stages, 5)) * THREADS * 4 - 4)).astype(np.float32)
+    x = rng.normal(size=(9, (1 + min(stages, 5)) * 128 * WARPS * 4 - 4)).astype(np.float32)
     y = stream("softmax", (x,), stages=stages)
     np.testing.assert_allclose(y, reference.softmax(x), rtol=1e-5)
 
 
-STREAM, FEED = "softmax/stream.cu", "softmax/feed.cuh"
+FEED, EXCHANGE = "softmax/feed.cuh", "softmax/exchange.cuh"
 FAULTS = {
-    "stages fetched before all have read them": Edit(
-        STREAM,
-        "        __syncthreads();\n        feed.fetch(runs < kChunks",
-        "        feed.fetch(runs < kChunks",
-    ),
-    "a run too few": Edit(STREAM, "feed.fetch(runs - kChunks);", "feed.fetch(runs - kChunks - 1);"),
-    "parity that never turns": Edit(FEED, "parity_ ^= 1;", ""),
-    "a lane past the end": Edit(FEED, "if (present) words", "words"),
+    "stages fetched before all have read them": Edit(FEED, "        __syncwarp();\n", ""),
+    "a stage that is not given back": Edit("softmax/stream.cu", "feed.fetch(1);", ""),
+    "parity that never turns": Edit(FEED, "parity_ ^= stage == last_;", ""),
+    "a lane past the end": Edit(FEED, "if (has(s, j)) words", "words"),
+    "a warp that hears itself alone": Edit(EXCHANGE, "visit(values[i]);", "visit(values[0]);"),
+    "one buffer for all exchanges": Edit(EXCHANGE, "turn_ ^= 1;", ""),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_caught(fault, rng):
-    x = rng.normal(size=(24, 3 * THREADS * 4 - 4)).astype(np.float32)
+    x = rng.normal(size=(24, 3 * 128 * WARPS * 4 - 4)).astype(np.float32)
     try:
         y = stream("softmax", (x,), edits=[FAULTS[fault]])
     except RuntimeError:  # a barrier without an arrival

@@ -12,7 +12,13 @@ from jax.sharding import AxisType, PartitionSpec
 import cuflash
 import cuflash.host
 from cuflash import reference
-from cuflash.jax import dot_product_attention, flash_attention, materialized_attention
+from cuflash.jax import (
+    dot_product_attention,
+    flash_attention,
+    logsumexp,
+    materialized_attention,
+    softmax,
+)
 from cuflash.testing.bounds import assert_attention_close, assert_gradients_close, expect_gradients
 from cuflash.testing.problems import AttentionCase
 from cuflash.testing.properties import ATTENTION_PROPERTIES
@@ -307,6 +313,73 @@ def test_shard_map_over_batch_and_heads(rng, check):
     assert operations(sharded, *operands) <= {*ONLY_THE_CALL, "copy"}
 
 
+def test_meshes_with_explicit_axes(rng):
+    """There a result's type says how it is spread: as q or the operand of a gradient, if it can."""
+    if len(jax.devices("cpu")) < 4:
+        pytest.skip("JAX was started with one device")
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+
+    def spread(spec, *shape):
+        return normal(rng, *shape), jax.sharding.NamedSharding(mesh, PartitionSpec(*spec))
+
+    def of(function):
+        def total(*x):
+            out, lse = function(*x)
+            return (out**2).sum() + lse.sum(), (out, lse)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
+
+    def with_lse(q, k, v):
+        return flash_attention(q, k, v, return_lse=True)
+
+    def with_residual(q, k, v):
+        return dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+
+    def of_softmax(q, k, v):
+        return softmax(q) * v[:, 0].sum(), logsumexp(q) + k.sum()
+
+    for function, operands, specs in (
+        # Tokens; axes that are not there; features, which those of v are not as many as.
+        (
+            with_lse,
+            [
+                spread((None, "a", "b"), 4, 6, 8),
+                spread(("a",), 6, 8),
+                spread((None, "b"), 2, 4, 6, 5),
+            ],
+            [(None, None, "a", None), (None, None, "a")],
+        ),
+        (
+            with_residual,
+            [spread(("a", None, "b"), 2, 5, 4, 8)]
+            + [spread(("a", None, "b"), 2, 7, 2, 8) for _ in range(2)],
+            [("a", None, "b", None), ("a", None, "b")],
+        ),
+        (
+            of_softmax,
+            [spread(("a", "b"), 4, 8), spread((), 1), spread((), 1, 1)],
+            [("a", "b"), ("a",)],
+        ),
+    ):
+        arrays, shardings = zip(*operands, strict=True)
+        expected = of(function)(*arrays)
+        with jax.set_mesh(mesh):
+            made = of(function)(*map(jax.device_put, arrays, shardings))
+        close(jax.tree.map(np.asarray, made), jax.tree.map(np.asarray, expected))
+        (_, results), grads = made
+        assert [x.sharding.spec for x in results] == [PartitionSpec(*x) for x in specs]
+        for gradient, sharding in zip(grads, shardings, strict=True):
+            assert gradient.sharding.is_equivalent_to(sharding, gradient.ndim)
+
+
+def test_without_jit(qkv):
+    with jax.disable_jit():
+        out = flash_attention(*qkv)
+        dq = jax.grad(lambda q: flash_attention(q, *qkv[1:]).sum())(qkv[0])
+    close(out, flash_attention(*qkv))
+    close(dq, jax.grad(lambda q: flash_attention(q, *qkv[1:]).sum())(qkv[0]))
+
+
 def test_the_loops_of_jax(qkv):
     q, k, v = qkv
 
@@ -344,6 +417,30 @@ def test_a_number_may_be_traced(qkv, formula, name):
     for n in (1, 4):
         close(function(n), formula(*qkv, **{name: n}, causal=True))
     assert function._cache_size() == 1
+
+
+@pytest.mark.parametrize("formula", [flash_attention, materialized_attention])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_lengths_and_offsets_of_any_integers(qkv, formula, dtype):
+    lengths = {"key_lengths": np.array([[2], [7]]), "query_lengths": np.array([[5], [4]])}
+    narrow = {name: jnp.asarray(x, dtype) for name, x in lengths.items()}
+    close(formula(*qkv, **narrow, causal=True), flash_attention(*qkv, **lengths, causal=True))
+    offset = jnp.asarray([[3], [0]], dtype)
+    expected = flash_attention(*qkv, query_offset=np.array([[3], [0]]), window=(1, 0))
+    close(formula(*qkv, query_offset=offset, window=(1, 0)), expected)
+
+
+@pytest.mark.parametrize("formula", [flash_attention, materialized_attention])
+def test_numbers_that_32_bits_do_not_hold(qkv, formula):
+    everything = flash_attention(*qkv)
+    for offset in (1 << 40, jnp.full((1, 1), (1 << 31) - 1, jnp.int32)):
+        close(formula(*qkv, query_offset=offset, causal=True), everything)
+    close(formula(*qkv, window=(1 << 40, 1 << 50)), everything)
+    wide = np.full((1, 1), 1 << 40)
+    with pytest.raises(ValueError, match="query_offset has values outside int32"):
+        formula(*qkv, query_offset=wide, causal=True)
+    with jax.enable_x64(True):
+        close(formula(*qkv, query_offset=wide, causal=True), everything)
 
 
 @pytest.mark.parametrize(
@@ -454,6 +551,20 @@ def test_lengths_past_the_array_mean_all_tokens(rng):
     }
     ours = dot_product_attention(query, key, key, **lengths)
     close(ours, jax.nn.dot_product_attention(query, key, key, **lengths))
+    wide = {name: np.asarray(x, np.int64) for name, x in lengths.items()}
+    wide["key_value_seq_lengths"][1] += 1 << 32
+    close(dot_product_attention(query, key, key, **wide), ours)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_lengths_of_a_dtype_that_does_not_hold_the_number_of_tokens(rng, dtype):
+    query, key = normal(rng, B, T, N, H), normal(rng, B, 300, K, H)
+    lengths = np.array([3, 120])
+    ours = dot_product_attention(query, key, key, key_value_seq_lengths=lengths.astype(dtype))
+    wide = jnp.asarray(lengths, jnp.int32)
+    close(ours, jax.nn.dot_product_attention(query, key, key, key_value_seq_lengths=wide))
+    traced = jax.jit(lambda n: dot_product_attention(query, key, key, key_value_seq_lengths=n))
+    close(traced(jnp.asarray(lengths, dtype)), ours)
 
 
 def test_where_jax_differs(rng):

@@ -195,6 +195,30 @@ def test_a_workspace_that_is_too_small_is_refused(launched, rng):
     assert not launched
 
 
+def test_buffers_are_counted(launched, rng):
+    from cuflash.jax import device
+
+    x = normal(rng, 70, 8)
+    (call,) = called(lambda: flash_attention(x, x, x, num_splits=2))
+    with pytest.raises(ValueError, match="a call has 5 buffers; 6 are needed"):
+        device.run(calls.encode(call, 1 << 20).encode(), [256] * 5, 0, 0x5EED)
+    assert not launched
+
+
+def test_calls_may_be_captured():
+    from cuflash.jax import device
+
+    asked = ffi_abi.Metadata()
+    extension = ffi_abi.MetadataExtension(
+        ffi_abi.ExtensionBase(type=ffi_abi.EXTENSION_METADATA), ctypes.pointer(asked)
+    )
+    start = ctypes.cast(ctypes.pointer(extension), ctypes.POINTER(ffi_abi.ExtensionBase))
+    for module, traits in ((device, ffi_abi.COMMAND_BUFFER_COMPATIBLE), (host, 0)):
+        frame = ffi_abi.CallFrame(extension_start=start)
+        assert module.handler(ctypes.byref(frame)) is None
+        assert asked.traits == traits
+
+
 # -------------------------------------------------------------------------------- calls as text
 
 

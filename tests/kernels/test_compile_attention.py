@@ -5,6 +5,7 @@ With CUFLASH_COMPILE_ALL=1 it is every variant for every architecture.
 """
 
 import os
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +16,8 @@ pytest.importorskip("cupy", reason="kernels are compiled through CuPy")
 
 from cuflash.device.attention_plans import SIMT_TILES, attention_kernels
 from cuflash.device.attention_plans_decode import DECODE_TILES
-from cuflash.device.attention_plans_mma import MMA_TILES
+from cuflash.device.attention_plans_dmma import DMMA_CAPABILITIES, DMMA_TILES
+from cuflash.device.attention_plans_mma import MMA_TILES, sm75_kernels
 from cuflash.device.attention_vjp_plans import VJP_TILES, attention_vjp_kernels
 from cuflash.device.attention_vjp_plans_mma import KEYS_TILES, QUERIES_TILES
 from cuflash.device.attention_vjp_plans_wgmma import BACKWARD_WGMMA_TILES
@@ -33,13 +35,20 @@ COVERING_WGMMA = (
 )
 COVERING_MMA_TILES = (
     "MmaTile<2, 4, 64, 64, 64,",
+    "DmmaTile<4, 32, 64, 64,",
     "DecodeTile<4, 16, 128, 128, 3,",
     "KeysTile<128, 64, 64,",
+)
+COVERING_SM75 = (
+    "FullScore<float>, cuflash::MmaTile<1, 4, 32, 128, 128, false, 1>>",
+    "RangedScore<float>, cuflash::MmaTile<1, 4, 32, 64, 64, true, 2>>",
 )
 #: ptxas fills 255 registers, and for 16-bit inputs, converted as they are loaded, up to 5 words
 #: more beside the sums of a tile, for gradients in float64 one; on tensor cores no tile may spill,
 #: whatever the options.
 MOST_SPILLED = {"float64": 4, "float32": 0, "float16": 20, "bfloat16": 20}
+#: Heads wider than 64 in float64: a few words a tile, beside 4096 cycles and more of products.
+MOST_SPILLED_DMMA = 72
 #: What spills on Hopper are the producer's warps, once a tile, and with 256 columns of out a few
 #: words on their way out: none of it is in the loop over the keys. Four warpgroups spill there too,
 #: the sums that a step needs only if it starts over, and are faster than two all the same.
@@ -57,7 +66,7 @@ def programs():
 
 def is_mma(expression):
     """Tell whether a kernel uses the tensor cores of sm_80."""
-    return "_mma" in expression.split("<")[0]
+    return re.search("_d?mma", expression.split("<")[0]) is not None
 
 
 def is_staged(expression):
@@ -69,6 +78,8 @@ def capable(expression):
     """Return the architectures that have the instructions of a kernel."""
     if "_wgmma" in expression:
         return ("sm_90a",)
+    if "_dmma" in expression:
+        return tuple(a for a in ARCHITECTURES if a[3:].removesuffix("a") in DMMA_CAPABILITIES)
     if is_staged(expression):
         return ARCHITECTURES[4:]
     return ARCHITECTURES[1:] if is_mma(expression) else ARCHITECTURES
@@ -94,8 +105,8 @@ def is_compiled(dtype, architecture, expression):
         # Seconds each: the two 16-bit types differ by one instruction.
         covers = any(tile in expression for tile in COVERING_MMA_TILES)
         if home:
-            return dtype.name == "bfloat16" or covers
-        return covers and dtype.name == "bfloat16" and "RangedScore" in expression
+            return dtype.name in COVERING_DTYPES or covers
+        return covers and dtype.name in COVERING_DTYPES and "RangedScore" in expression
     acc = accumulator(dtype).name
     if "backward" in expression:
         # Seconds each, too.
@@ -134,9 +145,27 @@ def test_compiles_without_spills(program, reports):
         assert not report.serialized
     elif architecture == home_of(dtype, expression):
         allowed = 0 if is_mma(expression) else MOST_SPILLED[dtype]
+        if "_dmma" in expression and "DmmaTile<4, 32," not in expression:
+            allowed = MOST_SPILLED_DMMA
         assert max(report.spill_stores, report.spill_loads) <= allowed, report
         # What is in registers is all that a thread has: no array of scores of its own.
         assert report.stack <= 2 * allowed, report
+
+
+SM75 = [
+    (kernel, architecture)
+    for kernel in sm75_kernels()
+    for architecture in ("sm_75", "sm_90a")
+    if os.environ.get("CUFLASH_COMPILE_ALL")
+    or (kernel.expression.endswith(COVERING_SM75) and architecture == "sm_75")
+]
+
+
+@pytest.mark.parametrize(("kernel", "architecture"), SM75, ids=str)
+def test_products_of_sm_75_compile_without_spills(kernel, architecture):
+    """They run on newer devices too, where the GPU suite runs them."""
+    (report,) = compile_only(kernel.source, [kernel.expression], architecture).values()
+    assert max(report.spill_stores, report.spill_loads, report.stack) == 0, report
 
 
 def test_the_long_run_leaves_no_variant_out(monkeypatch):
@@ -170,6 +199,8 @@ def test_every_variant_is_compiled_once():
     bias = sum("FullScore" in choice.scores for choice in QUERIES_TILES)
     wanted = keys[True] + 2 * keys[False] + queries + bias + 2
     assert sum(is_mma(k.expression) for k in attention_vjp_kernels(BFLOAT16)) == wanted
+    float64 = [k for k in attention_kernels(np.dtype(np.float64)) if is_mma(k.expression)]
+    assert len(float64) == 3 * len(DMMA_TILES)
     by_family = Counter(k.expression.split("<")[0][9:] for k in attention_kernels(BFLOAT16))
     assert by_family["forward_mma"] == sum(7 if choice.steps else 2 for choice in MMA_TILES)
     assert by_family["decode_mma"] == 2 * len(DECODE_TILES)

@@ -49,9 +49,12 @@ COVERING = (
     "cuflash::Softmax<double>, cuflash::kPacked, 16, 16>",
     "cuflash::LogSoftmax<float>, 3>",
     "cuflash::LogSoftmax<double>, 2>",
-    "cuflash::LogSoftmax<float>, 16, 4>",
-    "cuflash::LogSoftmax<double>, 8, 16>",
-    "cuflash::LogSoftmaxVjp<float>, 8, 16>",
+    "cuflash::LogSoftmax<float>, 8, 16, 8>",
+    "cuflash::LogSoftmax<float>, 32, 8, 16>",
+    "cuflash::LogSoftmax<double>, 8, 16, 8>",
+    "cuflash::LogSoftmax<double>, 32, 8, 16>",
+    "cuflash::LogSoftmaxVjp<float>, 8, 16, 16>",
+    "cuflash::LogSoftmaxVjp<double>, 8, 16, 16>",
 )
 
 
@@ -92,5 +95,6 @@ def test_compiles_and_keeps_its_registers(program, reports):
     for expression, report in reports[program].result().items():
         spilled = max(report.spill_stores, report.spill_loads, report.stack)
         assert spilled == 0, f"{expression}: {report}"
-        # A block of 512 threads must find room.
-        assert report.registers <= 128, f"{expression}: {report}"
+        # A block of 512 threads must find room, or one of 8 warps with 32 chunks a lane.
+        most = 255 if ", 32, 8, " in expression else 128
+        assert report.registers <= most, f"{expression}: {report}"

@@ -117,6 +117,15 @@ inline unsigned __activemask() {
     return cuda_on_host::present_lanes();
 }
 
+// ---------------------------------------------------------------------------------- integers
+
+// The larger of each half, and whether it is a's.
+inline unsigned __vibmax_u16x2(unsigned a, unsigned b, bool* high, bool* low) {
+    *high = a >> 16 >= b >> 16;
+    *low = (a & 0xffff) >= (b & 0xffff);
+    return (*high ? a : b) & 0xffff0000 | (*low ? a : b) & 0xffff;
+}
+
 // ------------------------------------------------------------------------------------ memory
 
 extern "C" void* memcpy(void* target, const void* source, size_t size) noexcept;
@@ -184,6 +193,11 @@ inline int __double2loint(double x) {
     long long bits;
     memcpy(&bits, &x, sizeof(bits));
     return int(bits);
+}
+inline int __double2hiint(double x) {
+    long long bits;
+    memcpy(&bits, &x, sizeof(bits));
+    return int(bits >> 32);
 }
 inline double __hiloint2double(int high, int low) {
     const long long bits = (long long)(unsigned(high)) << 32 | unsigned(low);

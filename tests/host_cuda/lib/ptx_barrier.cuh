@@ -7,7 +7,8 @@ namespace cuflash {
 
 // Copies happen as late as they may: when their barrier is waited for.
 struct Barrier {
-    int arrivals_left, phase;
+    short arrivals_left, phase;
+    int bytes_left;
 };
 struct BulkCopy {
     unsigned to, barrier;
@@ -25,14 +26,15 @@ inline BulkCopies& bulk_copies() {
 }
 
 inline void barrier_begin(unsigned barrier, int count) {
-    shared_at<Barrier>(barrier) = {count, 0};
+    shared_at<Barrier>(barrier) = {short(count), 0, 0};
 }
 inline void fence_barriers() {}
 inline void barrier_arrive(unsigned barrier) {
     if (--shared_at<Barrier>(barrier).arrivals_left < 0)
         cuda_on_host::fail("more arrivals than a barrier expects");
 }
-inline void barrier_arrive_expecting(unsigned barrier, int) {
+inline void barrier_arrive_expecting(unsigned barrier, int bytes) {
+    shared_at<Barrier>(barrier).bytes_left += bytes;
     barrier_arrive(barrier);
 }
 inline void barrier_wait(unsigned barrier, unsigned parity) {
@@ -51,9 +53,13 @@ inline void barrier_wait(unsigned barrier, unsigned parity) {
                 continue;
             }
             __builtin_memcpy(&shared_at<char>(copy.to), copy.from, copy.bytes);
+            state.bytes_left -= copy.bytes;
         }
         pending.count = kept;
-        state = {1, state.phase ^ 1};
+        if (state.bytes_left)
+            cuda_on_host::poll();
+        else
+            state = {1, short(state.phase ^ 1), 0};
     }
 }
 

@@ -1,6 +1,8 @@
 // kernels/lib/ptx_cluster.cuh where there are no clusters: what is there for kernels of one block.
 #pragma once
 
+#include "lib/ptx_barrier.cuh"
+
 #define CUFLASH_CLUSTERS(blocks)
 
 namespace cuflash {
@@ -15,12 +17,18 @@ inline void cluster_arrive() {
 inline void cluster_wait() {
     cluster_rank();
 }
-inline unsigned cluster_address(const void*, int) {
-    return cluster_rank();
+inline unsigned cluster_address(const void* pointer, int rank) {
+    return rank ? cluster_rank() : shared_address(pointer);
 }
 template <typename A>
 void cluster_store(unsigned, A) {
     cluster_rank();
+}
+template <typename A>
+void cluster_send(unsigned address, A a, A b, unsigned barrier) {
+    (&shared_at<A>(address))[0] = a;
+    (&shared_at<A>(address))[1] = b;
+    shared_at<Barrier>(barrier).bytes_left -= 2 * int(sizeof(A));
 }
 
 }  // namespace cuflash

@@ -120,6 +120,31 @@ struct MatrixProduct {
     }
 };
 
+template <>
+struct MatrixProduct<double> {
+    static void add(double (&c)[4], const double (&a)[8], const double (&b)[4]) {
+        const unsigned lane = cuda_on_host::lane();
+        double rows[2][16], columns[2][16];
+        auto exchange = [](double x) {
+            return cuda_on_host::exchange(kFullWarp, bits_as<unsigned long long>(x), __LINE__);
+        };
+        for (int i = 0; i < 8; ++i) {
+            const auto* all = exchange(a[i]);
+            for (int t = 0; t < 4; ++t)
+                rows[i % 2][i / 2 * 4 + t] = bits_as<double>(all[lane / 4 * 4 + t]);
+        }
+        for (int i = 0; i < 4; ++i) {
+            const auto* all = exchange(b[i]);
+            for (int n = 0; n < 2; ++n)
+                for (int t = 0; t < 4; ++t)
+                    columns[n][4 * i + t] = bits_as<double>(all[(lane % 4 * 2 + n) * 4 + t]);
+        }
+        for (int i = 0; i < 4; ++i)
+            for (int k = 0; k < 16; ++k)
+                c[i] = __builtin_fma(rows[i / 2][k], columns[i % 2][k], c[i]);
+    }
+};
+
 // ------------------------------------------------------------------------------ additions (red)
 
 inline void add_pair(float* to, float first, float second) {

@@ -1,0 +1,153 @@
+"""The tiles of `forward_dmma`, attention on float64 tensor cores, as data, with their reasons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..problem import AttentionProblem
+from .compiler import KernelName
+from .executor import DeviceLimits
+
+#: Compute capabilities whose tensor cores multiply float64 faster than vector units do, twice as
+#: fast. Others have few float64 units, or tensor cores that are no faster.
+DMMA_CAPABILITIES = ("80", "90")
+SCORES = ("PlainScore", "RangedScore", "FullScore")
+
+
+@dataclass(frozen=True, slots=True)
+class DmmaTile:
+    """The tile of `forward_dmma`, `DmmaTile` in the kernel.
+
+    A warp owns 16 query rows, a block `warps` warps, `keys` keys at a time and `values` columns of
+    v. `features` is the width that D is padded to. With `queries_held` a warp keeps its queries in
+    registers, else it reads them again for each tile of keys.
+    """
+
+    warps: int
+    keys: int
+    features: int
+    values: int
+    queries_held: bool
+    blocks: int
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernel cannot be compiled for."""
+        if not 3 <= self.warps <= 32:
+            raise ValueError(f"warps must lie in 3..32, got {self.warps}")
+        if self.keys < 16 or self.keys % 16 or self.keys > 128:
+            raise ValueError(f"keys must be a multiple of 16 in 16..128, got {self.keys}")
+        for name in ("features", "values"):
+            size = getattr(self, name)
+            if size < 32 or size % 32:
+                raise ValueError(f"{name} must be a positive multiple of 32, got {size}")
+            # Rows that threads copy at a time, as `DoubleCopies` numbers them.
+            step, rest = divmod(64 * self.warps, size)
+            if rest or step & (step - 1) or self.keys % step:
+                raise ValueError(
+                    f"{self.warps} warps cannot copy rows of {size} {name} in equal parts"
+                )
+        if self.blocks < 1:
+            raise ValueError(f"blocks must be positive, got {self.blocks}")
+
+    @property
+    def queries(self) -> int:
+        """Query rows of a block."""
+        return 16 * self.warps
+
+    @property
+    def expression(self) -> str:
+        """The tile as a C++ type."""
+        numbers = (self.warps, self.keys, self.features, self.values)
+        held = str(self.queries_held).lower()
+        return f"cuflash::DmmaTile<{', '.join(map(str, numbers))}, {held}, {self.blocks}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        queries = 0 if self.queries_held else self.queries * self.features
+        return 8 * (queries + 2 * self.keys * (self.features + self.values))
+
+
+class DmmaChoice(NamedTuple):
+    """A row of the table: the most features and value columns that take the tile.
+
+    Columns past the tile's are further blocks, which compute the same scores.
+    """
+
+    features: int
+    values: float
+    tile: DmmaTile
+    reason: str
+
+
+#: The first row that fits a problem, and a block's shared memory, is taken.
+DMMA_TILES = (
+    DmmaChoice(
+        32, 32, DmmaTile(4, 32, 32, 32, True, 2),
+        "queries and sums take 32 registers each",
+    ),
+    DmmaChoice(
+        64, 64, DmmaTile(4, 32, 64, 64, False, 2),
+        "queries in registers would leave too few to read ahead; two blocks, so that one "
+        "multiplies while the other weighs",
+    ),
+    DmmaChoice(
+        128, math.inf, DmmaTile(8, 16, 128, 128, False, 1),
+        "sums take 128 registers; 16 keys leave room for 128 queries in shared memory",
+    ),
+    DmmaChoice(
+        128, math.inf, DmmaTile(4, 16, 128, 128, False, 1),
+        "as above, in the 163 KB of a block of sm_80",
+    ),
+    DmmaChoice(
+        256, math.inf, DmmaTile(4, 16, 256, 128, False, 1),
+        "64 queries and two tiles of keys and values fill shared memory; sums of more columns of v "
+        "would not fit in registers",
+    ),
+)  # fmt: skip
+#: Shared memory of a block that is not dynamic: `BlockWork` and what else all its threads know.
+_STATIC_SHARED = 2048
+
+
+def _fitting(problem: AttentionProblem, limits: DeviceLimits) -> Iterator[DmmaTile]:
+    """Yield the tiles of the table that fit the problem and the device."""
+    for choice in DMMA_TILES:
+        needed = choice.tile.shared_bytes + _STATIC_SHARED
+        if (
+            problem.d <= choice.features
+            and problem.dv <= choice.values
+            and needed <= limits.shared_per_block
+        ):
+            yield choice.tile
+
+
+def dmma_obstacle(problem: AttentionProblem, limits: DeviceLimits) -> str | None:
+    """Return why float64 tensor cores cannot run this problem on a device; None if they can."""
+    if limits.compute_capability not in DMMA_CAPABILITIES:
+        return "needs tensor cores that multiply float64 faster than simt (sm_80, sm_90)"
+    if not any(_fitting(problem, limits)):
+        return f"has no tile of {problem.d} features in float64 for this shared memory"
+    return None
+
+
+def dmma_tile(problem: AttentionProblem, limits: DeviceLimits) -> DmmaTile:
+    """Return the first tile of the table that fits the problem and the device."""
+    return next(_fitting(problem, limits))
+
+
+def forward_dmma(score: str, tile: DmmaTile) -> KernelName:
+    """Name the kernel for a score pipeline and a tile."""
+    return KernelName(
+        "attention/forward_dmma.cu",
+        f"cuflash::forward_dmma<cuflash::{score}<double>, {tile.expression}>",
+    )
+
+
+def dmma_kernels() -> Iterator[KernelName]:
+    """Yield every kernel that a plan for q, k, v in float64 can launch."""
+    for choice in DMMA_TILES:
+        for score in SCORES:
+            yield forward_dmma(score, choice.tile)
