@@ -139,7 +139,7 @@ def test_kernels_are_compiled_for_the_rows_that_run(monkeypatch: pytest.MonkeyPa
         device.warm_softmax([Problem(*problem)], ["auto"], problems.SOFTMAX_ELEMENTS)
         return {kernel.source for kernel in kernels}
 
-    monkeypatch.setattr(device, "_limits", lambda: H200)
+    monkeypatch.setattr(device, "limits", lambda: H200)
     assert warmed("softmax", "float32", 2**20) == {"softmax/stream.cu"}
     assert warmed("softmax", "float32", 2**21) == {"softmax/online.cu"}
     assert warmed("softmax", "float32", 2**24) == {"softmax/split.cu"}

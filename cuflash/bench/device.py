@@ -131,14 +131,14 @@ def softmax_regime(dtype: str, rows: int, n: int, axis: int = -1) -> str:
     """Return how `auto` runs rows over an axis of a matrix on the current device."""
     from ..device.occupancy import plan_rows, regime
 
-    return regime(plan_rows(_limits(), dtype_of(dtype), rows, n, axis=axis))
+    return regime(plan_rows(limits(), dtype_of(dtype), rows, n, axis=axis))
 
 
 def softmax_residency(dtype: str, rows: int, n: int, method: str) -> Residency:
     """Predict how a method runs on the current device; ValueError if it cannot."""
     from ..device.occupancy import residency
 
-    return residency(_limits(), dtype_of(dtype), n, method, rows)
+    return residency(limits(), dtype_of(dtype), n, method, rows)
 
 
 def warm_softmax(
@@ -151,12 +151,13 @@ def warm_softmax(
     kernels = []
     for (operation, dtype, n, axis), method in product(problems, methods):
         with suppress(ValueError):  # the method cannot run such rows
-            plan = plan_rows(_limits(), dtype_of(dtype), elements // n, n, operation, method, axis)
+            plan = plan_rows(limits(), dtype_of(dtype), elements // n, n, operation, method, axis)
             kernels += [launch.kernel for launch in plan.launches]
     warm(kernels)
 
 
-def _limits() -> DeviceLimits:
+def limits() -> DeviceLimits:
+    """Return the limits of the current device."""
     import cupy
 
     from ..device.executor import device_limits

@@ -17,7 +17,7 @@ import numpy as np
 from ..problem import ArraySpec, AttentionArrays, AttentionProblem
 from . import attention_plans as plans
 from . import memory
-from .attention_plans import AttentionPlan, plan_attention, workspace_bytes
+from .attention_plans import AttentionPlan, TunedTile, plan_attention, workspace_bytes
 from .executor import CurrentDevice, Executor, device_limits
 
 
@@ -74,16 +74,19 @@ def compute(
     lse: Any,
     workspace: Any,
     executor: Executor,
+    given: TunedTile | None = None,
 ) -> bool:
     """Do what `attention` says with arrays of the executor's library, or nothing and say False.
 
-    It does nothing if some elements do not lie at multiples of their size.
+    It does nothing if some elements do not lie at multiples of their size. With a tile given it
+    runs by that one, whatever the tables say.
     """
     plan = plan_attention(
         problem,
         ArraySpec(out.shape, out.strides, out.dtype),
         None if lse is None else ArraySpec(lse.shape, lse.strides, lse.dtype),
         executor.limits,
+        given,
     )
     pointers = [
         0 if x is None or type(x) is int else executor.address(x) for x in (*arrays, out, lse)

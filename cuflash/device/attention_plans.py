@@ -212,6 +212,8 @@ def simt_tile(problem: AttentionProblem, limits: DeviceLimits) -> SimtTile:
 
 
 Tile = SimtTile | MmaTile | DmmaTile | DecodeTile | WgmmaTile
+#: Those that a plan can be asked for, so that tables can be measured.
+TunedTile = MmaTile | WgmmaTile
 SCORES = ("PlainScore", "RangedScore", "FullScore")
 
 
@@ -278,13 +280,17 @@ class _Forward(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _forward(problem: AttentionProblem, limits: DeviceLimits) -> _Forward:
-    """Choose family, tile and kernel."""
+def _forward(
+    problem: AttentionProblem, limits: DeviceLimits, given: TunedTile | None = None
+) -> _Forward:
+    """Choose family, tile and kernel: those of a given tile, if any."""
     method, score = problem.method, score_pipeline(problem)
-    if method == "auto":
+    if given is not None:
+        method = "wgmma" if isinstance(given, WgmmaTile) else "mma"
+    elif method == "auto":
         method = attention_methods(problem, limits)[0]
     if method == "wgmma":
-        wgmma = wgmma_tile(problem)
+        wgmma = given if isinstance(given, WgmmaTile) else wgmma_tile(problem)
         pipeline = wgmma_score(problem, score)
         assert pipeline is not None, "a method was checked to run the problem"
         kernel = forward_wgmma(problem.dtype, pipeline, wgmma)
@@ -297,12 +303,12 @@ def _forward(problem: AttentionProblem, limits: DeviceLimits) -> _Forward:
     if method == "mma":
         score = mma_score(problem, score)
         full = has_full_matrices(limits)
-        decode = decode_tile(problem, limits) if full else None
+        decode = decode_tile(problem, limits) if full and given is None else None
         if decode is not None:
             kernel = decode_mma(problem.dtype, score, decode)
             threads, packed = 32 * decode.warps, packing(problem)
             return _Forward(method, decode, kernel, threads, decode.shared_bytes, True, packed)
-        mma = mma_tile(problem, score, limits)
+        mma = given if isinstance(given, MmaTile) else mma_tile(problem, score, limits)
         kernel = forward_mma(problem.dtype, score, mma, full=full)
         return _Forward(method, mma, kernel, 32 * mma.warps, mma.shared_bytes, True)
     tile = simt_tile(problem, limits)
@@ -317,7 +323,7 @@ def _forward(problem: AttentionProblem, limits: DeviceLimits) -> _Forward:
     )
 
 
-def _splits(problem: AttentionProblem, limits: DeviceLimits) -> int:
+def _splits(problem: AttentionProblem, limits: DeviceLimits, given: TunedTile | None) -> int:
     """Return the number of shares of the keys.
 
     That of sequences end to end is that of their tokens as one, as if there were no more of them:
@@ -325,7 +331,7 @@ def _splits(problem: AttentionProblem, limits: DeviceLimits) -> int:
     """
     if problem.sequences is not None:
         problem = replace(problem, cu_seqlens_q=None, cu_seqlens_k=None)
-    forward = _forward(problem, limits)
+    forward = _forward(problem, limits, given)
     tile = forward.tile
     tiles = -(-problem.tk // tile.keys)
     if problem.num_splits is not None:
@@ -361,9 +367,11 @@ _ALIGNMENT = 16
 
 
 @lru_cache(maxsize=4096)
-def workspace_bytes(problem: AttentionProblem, limits: DeviceLimits) -> int:
+def workspace_bytes(
+    problem: AttentionProblem, limits: DeviceLimits, given: TunedTile | None = None
+) -> int:
     """Return the bytes of partial results: (out, lse) of every row for each share of the keys."""
-    splits = _splits(problem, limits)
+    splits = _splits(problem, limits, given)
     rows = math.prod(problem.lse_shape)
     if splits == 1 or not rows:
         return 0
@@ -455,7 +463,11 @@ class AttentionPlan:
 
 @lru_cache(maxsize=4096)
 def plan_attention(
-    problem: AttentionProblem, out: ArraySpec, lse: ArraySpec | None, limits: DeviceLimits
+    problem: AttentionProblem,
+    out: ArraySpec,
+    lse: ArraySpec | None,
+    limits: DeviceLimits,
+    given: TunedTile | None = None,
 ) -> AttentionPlan:
     """Plan one attention call.
 
@@ -467,6 +479,8 @@ def plan_attention(
         The arrays to fill; `lse` may be absent.
     limits : DeviceLimits
         The device.
+    given : TunedTile, optional
+        The tile to run by, instead of the one that the tables have for the problem.
 
     Returns
     -------
@@ -474,9 +488,9 @@ def plan_attention(
         Without launches if there is nothing to write.
     """
     acc = accumulator(problem.dtype)
-    forward = _forward(problem, limits)
+    forward = _forward(problem, limits, given)
     tile = forward.tile
-    splits = _splits(problem, limits)
+    splits = _splits(problem, limits, given)
     # A sequence's last tile may be a part: there is one more for each, see lib/sequences.cuh.
     row_tiles = forward.row_tiles(problem) + (problem.sequences or 0)
     column_tiles = max(1, -(-problem.dv // tile.values))
@@ -527,7 +541,7 @@ def plan_attention(
         method=forward.method,
         tile=tile,
         splits=splits,
-        workspace=workspace_bytes(problem, limits),
+        workspace=workspace_bytes(problem, limits, given),
         batch=batch,
         itemsizes=tuple(0 if spec is None else spec.dtype.itemsize for spec in specs),
         forward=None

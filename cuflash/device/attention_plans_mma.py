@@ -82,7 +82,8 @@ class MmaTile:
 class MmaChoice(NamedTuple):
     """A row of the table: the most queries, features and value columns that take the tile.
 
-    `steps` tells whether scores may have steps, which need registers of their own.
+    `steps` tells whether scores may have steps, which need registers of their own. `rejected` are
+    neighbours that it was preferred to.
     """
 
     queries: float
@@ -91,6 +92,7 @@ class MmaChoice(NamedTuple):
     steps: bool
     tile: MmaTile
     reason: str
+    rejected: tuple[MmaTile, ...] = ()
 
 
 #: The first row that fits a problem, and whose blocks a multiprocessor has room for, is taken.
@@ -103,8 +105,12 @@ MMA_TILES = (
     MmaChoice(
         1024, 64, 64, False, MmaTile(1, 4, 64, 64, 64, False, 4),
         "short rows wait for their first keys and for their results to leave: twice the blocks",
+        (MmaTile(2, 4, 64, 64, 64, True, 2),),
     ),
-    MmaChoice(math.inf, 64, 64, True, MmaTile(2, 4, 64, 64, 64, True, 2), "as for 32 features"),
+    MmaChoice(
+        math.inf, 64, 64, True, MmaTile(2, 4, 64, 64, 64, True, 2), "as for 32 features",
+        (MmaTile(1, 4, 64, 64, 64, False, 4), MmaTile(2, 4, 64, 64, 64, False, 2)),
+    ),
     MmaChoice(
         math.inf, 96, 96, False, MmaTile(2, 4, 64, 96, 96, False, 2),
         "the sums of 32 rows leave no registers to hold queries in",
@@ -114,7 +120,8 @@ MMA_TILES = (
         "half the keys: registers for steps",
     ),
     MmaChoice(
-        math.inf, 128, 128, False, MmaTile(2, 4, 64, 128, 128, False, 2), "as above"
+        math.inf, 128, 128, False, MmaTile(2, 4, 64, 128, 128, False, 2), "as above",
+        (MmaTile(2, 4, 32, 128, 128, False, 2), MmaTile(1, 8, 64, 128, 128, False, 1)),
     ),
     MmaChoice(
         math.inf, 128, 128, True, MmaTile(2, 4, 32, 128, 128, False, 2),
@@ -127,6 +134,7 @@ MMA_TILES = (
     MmaChoice(
         math.inf, 256, 256, True, MmaTile(1, 8, 64, 256, 256, False, 1),
         "16 rows a warp: their sums take 128 registers",
+        (MmaTile(1, 4, 32, 256, 256, False, 1),),
     ),
     MmaChoice(
         math.inf, 256, 256, True, MmaTile(1, 4, 32, 256, 256, False, 1),
@@ -215,21 +223,27 @@ def is_foldable(scale: float) -> bool:
     return least <= scale <= most
 
 
-def mma_tile(problem: AttentionProblem, score: str, limits: DeviceLimits) -> MmaTile:
-    """Return the first tile of the table that fits the problem and the device."""
+def mma_choice(problem: AttentionProblem, score: str, limits: DeviceLimits) -> MmaChoice:
+    """Return the first row of the table that fits the problem and the device."""
     fitting = [
-        choice.tile
+        choice
         for choice in (MMA_TILES if has_full_matrices(limits) else SM75_TILES)
         if problem.mean_tq <= choice.queries
         and problem.d <= choice.features
         and problem.dv <= choice.values
         and (choice.steps or score in _BOUNDS)
     ]
-    for tile in fitting:
-        needed = tile.shared_bytes + _RESERVED_SHARED
-        if tile.blocks * needed <= limits.shared_per_sm and needed <= limits.shared_per_block:
-            return tile
-    return min(fitting, key=lambda tile: tile.shared_bytes)
+    for choice in fitting:
+        needed = choice.tile.shared_bytes + _RESERVED_SHARED
+        within = choice.tile.blocks * needed <= limits.shared_per_sm
+        if within and needed <= limits.shared_per_block:
+            return choice
+    return min(fitting, key=lambda choice: choice.tile.shared_bytes)
+
+
+def mma_tile(problem: AttentionProblem, score: str, limits: DeviceLimits) -> MmaTile:
+    """Return the tile of that row."""
+    return mma_choice(problem, score, limits).tile
 
 
 def forward_mma(dtype: np.dtype, score: str, tile: MmaTile, *, full: bool = True) -> KernelName:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ WGMMA_PARAMETERS = mapped_block(
 )
 
 #: Keys of a tile, by its width, for which `lib/ptx_wgmma.cuh` has the products.
-_KEYS_BY_WIDTH = {64: (64, 128), 128: (128,), 256: (80,)}
+_KEYS_BY_WIDTH = {64: (64, 128), 128: (64, 128), 256: (64,)}
 #: Most shared memory of a block of Hopper.
 SHARED_BYTES = 227 << 10
 
@@ -53,9 +53,10 @@ class WgmmaTile:
     """The tile of `forward_wgmma`, `WgmmaTile` in the kernel.
 
     A block has `groups` warpgroups of 64 query rows and takes `keys` keys at a time; `width` is
-    what D and Dv are padded to. `stages` and `query_stages` are tiles under way. With `staged`
-    results leave by shared memory; with `turns` one warpgroup starts its products while the others
-    have their softmax; with `topless` whole tiles go without a maximum.
+    what D and Dv are padded to. `stages` are tiles of keys and of values under way, `query_stages`
+    warpgroups' queries: with more than `groups`, those of the next tile come ahead of time. With
+    `staged` results leave by shared memory; with `turns` one warpgroup starts its products while
+    the others have their softmax; with `topless` whole tiles go without a maximum.
     """
 
     groups: int
@@ -78,9 +79,9 @@ class WgmmaTile:
                 f"keys must be one of {[*_KEYS_BY_WIDTH[self.width]]} at width {self.width}, "
                 f"got {self.keys}"
             )
-        for name in ("stages", "query_stages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name, least in (("stages", 1), ("query_stages", self.groups)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(
                 f"a block needs {self.shared_bytes} bytes of shared memory; "
@@ -112,49 +113,96 @@ class WgmmaTile:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: tiles, then slots and barriers."""
-        out = self.queries if self.staged else 0
-        rows = self.query_stages * self.queries + 2 * self.stages * self.keys + out
-        return 2 * self.width * rows + _SLOT_BYTES
+        out = self.queries * min(self.width, _OUT_COLUMNS) if self.staged else 0
+        rows = 64 * self.query_stages + 2 * self.stages * self.keys
+        return 2 * (self.width * rows + out) + _SLOT_BYTES
 
 
+#: Columns of results that are in shared memory at a time.
+_OUT_COLUMNS = 128
 #: Room for 4 slots, the barriers and the list of tiles that are taken again.
 _SLOT_BYTES = 2816
 
 
 class WgmmaChoice(NamedTuple):
-    """A row of the table: the widest heads, and the least queries, that take the tile."""
+    """A row of the table: the widest heads, and the queries, that take the tile.
+
+    Queries are `least` or more and fewer than `below`; with `diagonal` only where bounds follow the
+    query's position (causal, window). `rejected` are neighbours that were slower.
+    """
 
     width: int
-    queries: int
+    least: int
+    below: float
+    diagonal: bool
     tile: WgmmaTile
     reason: str
+    rejected: tuple[WgmmaTile, ...]
 
 
+# Figures are rates over cuDNN's at T = 512, 2048 and 8192.
+_D64 = WgmmaTile(4, 64, 64, 4, 8, True, True, True)
+_D64_APART = WgmmaTile(4, 64, 64, 6, 8, True, False, True)
+_D64_SMALL = WgmmaTile(2, 128, 64, 3, 4, True, True, True)
+_D64_THREE = WgmmaTile(3, 64, 64, 6, 6, True, False, True)
+_D128 = WgmmaTile(2, 128, 128, 2, 4, True, True, True)
+_D256 = WgmmaTile(2, 64, 256, 2, 2, True, True, True)
+_D256_EXACT = replace(_D256, topless=False)
+_D256_AHEAD = WgmmaTile(2, 64, 256, 2, 3, False, True, True)
+
+#: The first row that fits a problem is taken.
 WGMMA_TILES = (
     WgmmaChoice(
-        64, 512, WgmmaTile(4, 64, 64, 4, 2, True, True, True),
+        64, 512, math.inf, True, _D64_APART,
+        "under a diagonal warpgroups have different keys: without turns and with six stages they"
+        " may be three tiles apart. Causal 1.08, 1.18, 1.21; with turns and four stages 0.85, 1.06,"
+        " 1.17; three warpgroups 0.64, 0.88, 0.89",
+        (_D64, replace(_D64, turns=False), _D64_THREE),
+    ),
+    WgmmaChoice(
+        64, 512, math.inf, False, _D64,
         "at 64 columns the exponentials of a tile take as long as its products: the more"
-        " warpgroups, the more of them run beside products. 0.08 to 0.14 over two warpgroups from"
-        " T = 512 on; causal 0.02 to 0.13, but 0.10 behind at 512. Three with 96 keys are level at"
-        " 16384 alone",
+        " warpgroups, the more of them run beside products. 1.00, 1.15, 1.22; without turns 1.04,"
+        " 1.12, 1.19; three warpgroups 0.69, 0.88, 0.93",
+        (replace(_D64, turns=False), _D64_APART, _D64_THREE),
     ),
     WgmmaChoice(
-        64, 0, WgmmaTile(2, 128, 64, 3, 2, True, True, True),
+        64, 0, math.inf, False, _D64_SMALL,
         "few queries fill tiles of 128 rows better than of 256",
+        (_D64,),
     ),
     WgmmaChoice(
-        128, 0, WgmmaTile(2, 128, 128, 2, 2, True, True, True),
-        "the largest tile of keys that leaves two stages; turns gain 0.01 to 0.02, three"
-        " warpgroups with 64 keys lose 0.04",
+        128, 0, math.inf, False, _D128,
+        "the largest tile of keys that leaves two stages. 1.01, 1.14, 1.18, causal 0.90, 1.22,"
+        " 1.19; without turns 0.97, 1.12, 1.15 and 0.86, 1.18, 1.17; three warpgroups with 64 keys"
+        " 0.73, 0.92, 1.00 and 0.71, 0.95, 0.90; two with 64, no turns, 0.94, 1.02, 1.04 and 0.88,"
+        " 1.08, 1.11",
+        (
+            replace(_D128, turns=False),
+            WgmmaTile(2, 64, 128, 4, 4, True, False, True),
+            WgmmaTile(3, 64, 128, 3, 5, True, False, True),
+        ),
     ),
     WgmmaChoice(
-        256, 0, WgmmaTile(2, 80, 256, 2, 1, False, True, False),
-        "80 keys leave two stages; the products hide the maximum; turns gain 0.00 to 0.07",
+        256, 0, 4096, True, _D256_EXACT,
+        "64 keys leave room for results on their way out. In the few whole tiles that a diagonal"
+        " leaves, to look for the maximum is cheaper than to find late that one was higher: causal"
+        " 1.01, 1.20, then 1.16; without the maximum 0.89, 1.17, then 1.19; without turns 0.98,"
+        " 1.20",
+        (_D256, replace(_D256_EXACT, turns=False), _D256_AHEAD),
+    ),
+    WgmmaChoice(
+        256, 0, math.inf, False, _D256,
+        "as above. 1.02, 1.14, 1.17; with the maximum 0.97, 1.08, 1.14; with queries of the next"
+        " tile ahead of time, and results that leave from registers, 0.88, 1.07, 1.15",
+        (_D256_EXACT, replace(_D256_EXACT, turns=False), _D256_AHEAD),
     ),
 )  # fmt: skip
 
 #: Score pipelines without steps: with steps, all tiles would look for a maximum.
 WGMMA_SCORES = ("PlainScore", "RangedScore")
+#: 32-bit positions of keys leave room for the rows of a tile: `Band` in lib/score.cuh.
+_MOST_KEYS = 2**31 - 512
 #: Fewer query rows leave most of a tile empty: `mma` has smaller ones.
 _LEAST_QUERIES = 64
 
@@ -167,8 +215,8 @@ def wgmma_obstacle(problem: AttentionProblem, score: str, limits: DeviceLimits) 
         return "needs float16 or bfloat16"
     if not (problem.d <= WIDEST and 0 < problem.dv <= WIDEST):
         return f"needs at most {WIDEST} features and 1 to {WIDEST} columns of v"
-    if not (0 < problem.tk < 2**31 and problem.tq < 2**31):
-        return "needs keys, and fewer than 2^31 keys and queries"
+    if not (0 < problem.tk <= _MOST_KEYS and problem.tq < 2**31):
+        return f"needs 1 to {_MOST_KEYS} keys, and fewer than 2^31 queries"
     if problem.mean_tq < _LEAST_QUERIES:
         return f"needs {_LEAST_QUERIES} queries: fewer leave most of a tile empty"
     if wgmma_score(problem, score) is None:
@@ -196,12 +244,22 @@ def wgmma_score(problem: AttentionProblem, score: str) -> str | None:
     return score if score in WGMMA_SCORES else None
 
 
-def wgmma_tile(problem: AttentionProblem) -> WgmmaTile:
-    """Return the first tile of the table that fits the problem."""
+def wgmma_choice(problem: AttentionProblem) -> WgmmaChoice:
+    """Return the first row of the table that fits the problem."""
     width, queries = max(problem.d, problem.dv), problem.mean_tq
+    diagonal = problem.left is not None or problem.right is not None
     return next(
-        choice.tile for choice in WGMMA_TILES if width <= choice.width and queries >= choice.queries
+        choice
+        for choice in WGMMA_TILES
+        if width <= choice.width
+        and choice.least <= queries < choice.below
+        and (diagonal or not choice.diagonal)
     )
+
+
+def wgmma_tile(problem: AttentionProblem) -> WgmmaTile:
+    """Return the tile of that row."""
+    return wgmma_choice(problem).tile
 
 
 def forward_wgmma(dtype: np.dtype, score: str, tile: WgmmaTile) -> KernelName:
@@ -216,8 +274,9 @@ def forward_wgmma(dtype: np.dtype, score: str, tile: WgmmaTile) -> KernelName:
 def wgmma_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     """Yield every kernel that a plan for q, k, v of this dtype can launch."""
     if dtype.itemsize == 2:
-        for choice, score in product(WGMMA_TILES, WGMMA_SCORES):
-            yield forward_wgmma(dtype, score, choice.tile)
+        for choice in WGMMA_TILES:
+            for score in WGMMA_SCORES[choice.diagonal :]:
+                yield forward_wgmma(dtype, score, choice.tile)
 
 
 class Maps(NamedTuple):
@@ -254,7 +313,7 @@ def plan_maps(
         return None
     tensors = []
     operands = [problem.q, problem.k, problem.v] + ([] if out is None else [out])
-    rows = (tile.queries, tile.keys, tile.keys, 16)
+    rows = (64, tile.keys, tile.keys, 16)
     for spec, place, box_rows in zip(operands, places, rows, strict=False):
         tensors.append(map_of(spec, axes.sizes, axes.strides[place], box_rows))
     return Maps(tuple(tensors), tuple(places[: len(tensors)]))

@@ -11,12 +11,17 @@
 // the present reference at once; a row whose sum of them tells that a score rose far above it takes
 // the tile again (`Consumer::start_over`).
 //
+// Under a diagonal the warpgroups of a tile see different keys: each begins at its own first tile
+// and lets those before pass. Of two tiles of a pair the second has its warpgroups in reverse, so
+// that all of them do the same work.
+//
 // Grid: as many blocks as run at once; which tiles a block takes says `tile_of_round`. Dynamic
-// shared memory: stages of queries (kQueries x kFeatures), of keys (kKeys x kFeatures) and of
-// values (kKeys x kValues), results on their way out (kQueries x kValues), all as panels of 64
+// shared memory: stages of queries (64 x kWidth, a warpgroup's), of keys and of values (kKeys x
+// kWidth), results on their way out (16 rows a warp, up to 128 columns), all as panels of 64
 // columns; then the slots and the barriers.
 #include "attention/fragments.cuh"
 #include "attention/wgmma_producer.cuh"
+#include "attention/wgmma_results.cuh"
 #include "lib/nonfinite.cuh"
 #include "lib/ptx_wgmma.cuh"
 
@@ -43,18 +48,20 @@ __device__ __forceinline__ void finish_before_wait(float x, unsigned address) {
 
 // A warp of a consumer warpgroup.
 template <typename T, typename Score, typename Tile>
-struct Consumer {
-    using SlotType = Slot<T, Score, Tile::kGroups>;
-    using RoomsType = Rooms<Tile, SlotType>;
+struct Consumer : private WarpResults<T, Score, Tile> {
+    using Results = WarpResults<T, Score, Tile>;
+    using Results::finish, Results::put_back;
+    using Results::group, Results::p, Results::rooms;
+    using Results::lane, Results::own_row, Results::part_of, Results::warp;
+    using typename Results::Inverses, typename Results::Pair;
+    using typename Results::RoomsType, typename Results::SlotType;
     static constexpr int kKeyTiles = Tile::kKeyTiles, kValueTiles = Tile::kValueTiles;
     // Sums of a thread's weights in a tile up to here need no larger reference.
     static constexpr float kMostWeight = 1024;
 
-    const WgmmaParameters& p;
-    const RoomsType& rooms;
-    const int group;
+    int part;  // which 64 rows of the tile under way
     const float unit;
-    Ring<Tile::kQueryStages> queries{0};
+    Ring<Tile::kQueryStages> queries;
     Ring<Tile::kStages> keys{0}, values{0};
     int slot = 0;
 
@@ -64,7 +71,10 @@ struct Consumer {
     FragmentRow state[2];
 
     __device__ __forceinline__ Consumer(const WgmmaParameters& p, const RoomsType& rooms, int group)
-        : p(p), rooms(rooms), group(group), unit(float(p.attention.score.scale) * kLog2OfE) {
+        : Results{p, rooms, group},
+          part(group),
+          unit(float(p.attention.score.scale) * kLog2OfE),
+          queries{group} {
         static_assert(!Score::kPerPair, "scores are not changed pair by pair");
     }
 
@@ -81,6 +91,8 @@ struct Consumer {
                 continue;
             }
             begin(*current);
+            const int unseen = begin_part(*current);
+            skip_keys(unseen);
             wait_for_keys();
             take_turn();
             begin_products();
@@ -90,8 +102,9 @@ struct Consumer {
             wait_for_products<0>();
             pin(s);
             free_keys();
-            if (current->tiles == 1) release(rooms.queries_free + 8 * queries.stage());
+            if (current->seen_end[part] == 1) release(rooms.queries_free + 8 * queries.stage());
             first_softmax(*current);
+            skip_values(unseen, uniform(current->clean));
             pack_weights();
             while (current = walk(*current)) {
             }
@@ -112,25 +125,25 @@ struct Consumer {
     __device__ __forceinline__ const SlotType* walk(const SlotType& current) {
         const bool clean = uniform(current.clean);
         int accumulate = 0;
-        int tile = uniform(current.tiles) - 2;
-        const int whole_begin = uniform(current.whole_begin[group]);
+        int tile = uniform(current.seen_end[part]) - 2;
+        const int whole_begin = uniform(current.whole_begin[part]);
         if (Tile::kTopless) {
-            const int exact = uniform(current.whole_end[group]) - 1;
+            const int exact = uniform(current.whole_end[part]) - 1;
             for (; tile >= max(exact, whole_begin); --tile)
                 step(current, tile, accumulate, clean, Yes{});
             for (; tile >= whole_begin; --tile) step(current, tile, accumulate, clean, No{});
         }
         for (; tile >= 0; --tile) step(current, tile, accumulate, clean, Yes{});
 
-        if (Tile::kQueryStages == 1) {
+        if (!Tile::kAhead) {
             // The next queries are still on their way: results leave meanwhile.
             if (clean) clean_values();
-            queries.advance();
+            queries.advance(Tile::kGroups);
             end(current, accumulate);
             return nullptr;
         }
         Ring<Tile::kQueryStages> after = queries;
-        after.advance();
+        after.advance(Tile::kGroups);
         barrier_wait(rooms.queries_full + 8 * after.stage(), after.parity());
         const SlotType& next = rooms.slots[(slot + 1) % kSlots];
         queries = after;
@@ -139,6 +152,8 @@ struct Consumer {
             end(current, accumulate);
             return nullptr;
         }
+        const int unseen = begin_part(next);
+        skip_keys(unseen);
         wait_for_keys();
         take_turn();
         begin_products();
@@ -151,7 +166,7 @@ struct Consumer {
         wait_for_products<1>();
         pin(s);
         free_keys();
-        if (next.tiles == 1) release(rooms.queries_free + 8 * queries.stage());
+        if (next.seen_end[part] == 1) release(rooms.queries_free + 8 * queries.stage());
         const Inverses inverses = normalize(current);
         begin(next);
         first_softmax(next);
@@ -159,14 +174,16 @@ struct Consumer {
         wait_for_products<0>();
         pin(out);
         free_values();
-        finish(current, inverses);
+        finish(current, out, inverses);
         free_slot();
+        skip_values(unseen, uniform(next.clean));
         pack_weights();
         return &next;
     }
 
     // The last sums of a tile and its results.
     __device__ __forceinline__ void end(const SlotType& current, int accumulate) {
+        const Inverses inverses = normalize(current);
         wait_for_values();
         begin_products();
         multiply_values(accumulate);
@@ -174,8 +191,35 @@ struct Consumer {
         wait_for_products<0>();
         pin(out);
         free_values();
-        finish(current, normalize(current));
+        finish(current, out, inverses);
         free_slot();
+    }
+
+    // Which rows of a tile are the warpgroup's; how many tiles of keys none of them sees come
+    // first.
+    __device__ __forceinline__ int begin_part(const SlotType& next) {
+        if (!Tile::kAhead) return 0;
+        part = uniform(part_of(next));
+        return uniform(next.tiles - next.seen_end[part]);
+    }
+    __device__ __forceinline__ void skip_keys(int count) {
+        if (!Tile::kAhead) return;
+#pragma unroll 1
+        for (; count > 0; --count) {
+            wait_for_keys();
+            take_turn();
+            pass_turn();
+            free_keys();
+        }
+    }
+    __device__ __forceinline__ void skip_values(int count, bool clean) {
+        if (!Tile::kAhead) return;
+#pragma unroll 1
+        for (; count > 0; --count) {
+            if (clean) clean_values();
+            wait_for_values();
+            free_values();
+        }
     }
 
     // Scores and weights of one tile of keys, beside the sums of the one before.
@@ -232,14 +276,6 @@ struct Consumer {
 
     // --------------------------------------------------------------------------- rows and scores
 
-    __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
-    // The first row of the warp in the tile.
-    __device__ __forceinline__ int warp_row() const { return threadIdx.x / 32 * 16 - 64; }
-
-    __device__ __forceinline__ int64 row_of(const SlotType& current, int i) const {
-        return current.block.first_row + warp_row() + 8 * i + lane() / 4;
-    }
-
     __device__ __forceinline__ void begin(const SlotType& current) {
         const float sink =
             current.block.work.split == 0 ? current.block.score.sink : -infinity<float>();
@@ -248,7 +284,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void first_softmax(const SlotType& current) {
-        hide_unseen(current, current.tiles - 1);
+        hide_unseen(current, current.seen_end[part] - 1);
         float factor[2], sum[2];
         raise(factor);
         weigh(sum);
@@ -258,17 +294,15 @@ struct Consumer {
 
     // Dot products become scores, but for the scale: -inf where a pair is unseen.
     __device__ __forceinline__ void hide_unseen(const SlotType& current, int tile) {
-        if (tile >= current.whole_begin[group] && tile < current.whole_end[group]) return;
-        const int64 first_key = current.first_key + tile * Tile::kKeys;
-        const int own_key = lane() % 4 * 2;
+        if (tile >= current.whole_begin[part] && tile < current.whole_end[part]) return;
+        const int first_key = tile * Tile::kKeys + lane() % 4 * 2;
         int low[2], high[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const KeyRange range = current.block.score.range(row_of(current, i));
-            const int64 first = max(range.first, int64(current.seen_first));
-            const int64 last = min(range.last, int64(current.seen_last));
-            low[i] = int(clamp(first - first_key, 0, Tile::kKeys)) - own_key;
-            high[i] = int(clamp(last + 1 - first_key, 0, Tile::kKeys)) - own_key;
+            const int row = own_row(part, i);
+            low[i] = current.band.first + row - first_key;
+            const int end = row < current.rows ? current.band.end + row : 0;
+            high[i] = min(end, current.key_end) - first_key;
         }
         hide_if([&](int key, int i) { return key >= high[i]; });
         // All keys before a row's last one are seen but for a window. The condition is one of the
@@ -340,8 +374,8 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             again[i] = __ballot_sync(kFullWarp, high[i]) >> (lane() & ~3) & 15;
-        const unsigned query_rows =
-            rooms.queries + queries.stage() * Tile::kQueryBytes + (warp_row() + lane() % 16) * 128;
+        const unsigned query_rows = rooms.queries + queries.stage() * Tile::kQueryBytes +
+                                    (warp() % 4 * 16 + lane() % 16) * 128;
         const unsigned key_rows =
             rooms.keys + keys.stage() * Tile::kKeyBytes + (lane() % 8 + lane() / 16 * 8) * 128;
 #pragma unroll
@@ -351,8 +385,8 @@ struct Consumer {
             for (int step = 0; step < Tile::kFeatureSteps; ++step) {
                 const int panel = step / 4, chunk = step % 4 * 2;
                 unsigned a[4], b[4];
-                load_matrices(a, query_rows + panel * Tile::kQueries * 128 +
-                                     ((chunk + lane() / 16) ^ lane() % 8) * 16);
+                load_matrices(
+                    a, query_rows + panel * 64 * 128 + ((chunk + lane() / 16) ^ lane() % 8) * 16);
                 load_matrices(b, key_rows + panel * Tile::kKeys * 128 + j * 8 * 128 +
                                      ((chunk + lane() / 8 % 2) ^ lane() % 8) * 16);
                 MatrixProduct<T>::add(dots[0], a, b[0], b[1]);
@@ -393,9 +427,8 @@ struct Consumer {
     // ---------------------------------------------------------------------------------- products
 
     __device__ __forceinline__ void multiply_keys() {
-        SharedProduct<T, Tile::kKeys>::template start<Tile::kPanels, Tile::kQueries, Tile::kKeys>(
-            s,
-            rows_of_terms(rooms.queries + queries.stage() * Tile::kQueryBytes + group * 64 * 128),
+        SharedProduct<T, Tile::kKeys>::template start<Tile::kPanels, 64, Tile::kKeys>(
+            s, rows_of_terms(rooms.queries + queries.stage() * Tile::kQueryBytes),
             rows_of_terms(rooms.keys + keys.stage() * Tile::kKeyBytes));
     }
 
@@ -425,161 +458,32 @@ struct Consumer {
 
     // ----------------------------------------------------------------------------------- results
 
-    struct Inverses {
-        float of_row[2];  // 1 / l; -1 if nothing was seen
-    };
-
     // Reduces the normalizers and stores lse: what can be done before the last sums are there.
     __device__ __forceinline__ Inverses normalize(const SlotType& current) const {
-        const Output<T> output(p.attention, current.out_start, current.lse_start);
+        const int first = own_row(part_of(current), 0);
         Inverses inverses;
+        float l[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float l = reduce_quad(state[i].l, [](float a, float b) { return add(a, b); });
-            const int64 row = row_of(current, i);
-            if (!current.block.score.is_used(row)) l = 0;
-            inverses.of_row[i] = l == 0 ? -1 : 1 / l;
-            if (lane() % 4 == 0 && row < current.block.end_row)
-                output.store_lse(row,
-                                 l == 0 ? -infinity<float>()
-                                        : multiply_add(state[i].reference, kLogOf2, logarithm(l)));
+            l[i] = reduce_quad(state[i].l, [](float a, float b) { return add(a, b); });
+            if (first + 8 * i >= current.rows) l[i] = 0;
+            inverses.of_row[i] = l[i] == 0 ? 0 : reciprocal_approximate(l[i]);
+        }
+        if (p.attention.lse.data && lane() % 4 == 0) {
+            const Output<T> output(p.attention, current.out_start, current.lse_start);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int64 row = current.block.first_row + first + 8 * i;
+                if (row < current.block.end_row)
+                    output.store_lse(row, l[i] == 0 ? -infinity<float>()
+                                                    : multiply_add(state[i].reference, kLogOf2,
+                                                                   logarithm(l[i])));
+            }
         }
         return inverses;
     }
 
-    __device__ __forceinline__ void finish(const SlotType& current, const Inverses& inverses) {
-        bool damaged = false;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float inverse = inverses.of_row[i];
-            float probe = 0;  // NaN after a non-finite result: 0 * x, added up, in one instruction
-#pragma unroll
-            for (int j = 0; j < kValueTiles; ++j)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& x = out[j][2 * i + e];
-                    x = inverse < 0 ? 0 : x * inverse;
-                    probe = multiply_add(x, 0.0f, probe);
-                }
-            damaged |= probe != 0 && inverse > 0;
-        }
-        if (damaged) const_cast<SlotType&>(current).block.redo = 1;
-        if (Tile::kStaged && p.out_by_map)
-            store_by_map(current);
-        else
-            store_directly(current);
-    }
-
-    // By way of shared memory and TMA, each warp its rows.
-    __device__ __forceinline__ void store_by_map(const SlotType& current) {
-        constexpr int kPanelBytes = 16 * 128;
-        const unsigned own = rooms.out + warp_row() / 16 * Tile::kOutWarpBytes;
-        if (lane() == 0) {
-            if (current.clean)
-                wait_for_boxes();  // what the first turn wrote must not come later
-            else
-                wait_for_boxes_read();
-        }
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < kValueTiles; j += 2) {
-            const int panel = j / 8, chunk = j % 8 + lane() / 16;
-            const unsigned pairs[4] = {pack<T>(out[j][0], out[j][1]), pack<T>(out[j][2], out[j][3]),
-                                       pack<T>(out[j + 1][0], out[j + 1][1]),
-                                       pack<T>(out[j + 1][2], out[j + 1][3])};
-            store_matrices(
-                own + panel * kPanelBytes + lane() % 16 * 128 + (chunk ^ lane() % 8) * 16, pairs);
-        }
-        fence_shared_for_copies();
-        __syncwarp();
-        if (lane() == 0) {
-            BoxStart at{0, int(current.block.first_row) + warp_row(), {}};
-#pragma unroll
-            for (int axis = 0; axis < 3; ++axis) at.batch[axis] = current.out_batch[axis];
-#pragma unroll
-            for (int panel = 0; panel < Tile::kPanels; ++panel) {
-                at.element = 64 * panel;
-                copy_box(&p.out, at, own + panel * kPanelBytes);
-            }
-            commit_boxes();
-        }
-    }
-
-    __device__ __forceinline__ void store_directly(const SlotType& current) const {
-        const Output<T> output(p.attention, current.out_start, current.lse_start);
-        const Matrix<T> rounded = output.template matrix<T>();
-        const bool by_vectors = !p.attention.out_is_wide && rounded.column_stride == 1 &&
-                                rounded.row_stride % kVector<T> == 0 &&
-                                is_vector_aligned(rounded.data);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int64 row = row_of(current, i);
-            const bool present = row < current.block.end_row;
-            if (by_vectors) {
-#pragma unroll
-                for (int j = 0; j < kValueTiles; j += 4) {
-                    unsigned pairs[4];
-#pragma unroll
-                    for (int k = 0; k < 4; ++k)
-                        pairs[k] = pack<T>(out[j + k][2 * i], out[j + k][2 * i + 1]);
-                    transpose_quad(pairs);
-                    const int column = 8 * (j + lane() % 4);
-                    T* const target = &rounded.at(row, column);
-                    if (present && column + kVector<T> <= p.attention.values) {
-                        *reinterpret_cast<uint4*>(target) = {pairs[0], pairs[1], pairs[2],
-                                                             pairs[3]};
-                    } else if (present) {
-#pragma unroll
-                        for (int k = 0; k < 4; ++k) {
-                            const auto pair = bytes_as<Pair>(pairs[k]);
-                            if (column + 2 * k < p.attention.values) target[2 * k] = pair.first;
-                            if (column + 2 * k + 1 < p.attention.values)
-                                target[2 * k + 1] = pair.second;
-                        }
-                    }
-                }
-            } else if (present) {
-#pragma unroll
-                for (int j = 0; j < kValueTiles; ++j)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int column = 8 * j + lane() % 4 * 2 + e;
-                        if (column < p.attention.values)
-                            output.store(row, column, out[j][2 * i + e]);
-                    }
-            }
-        }
-    }
-
-    // What the warp's rows of a tile see of non-finite values, after their results without them.
-    // After all products: the compiler runs them one by one if loops that threads may leave apart
-    // come between.
-    __device__ __forceinline__ void put_back(int64 tile) const {
-        __syncwarp();
-        auto& block = reinterpret_cast<BlockWork<T, Score>*>(rooms.memory)[threadIdx.x / 32];
-        if (!block.begin_by_warp(p.attention, tile, Tile::kQueries, Tile::kWidth, Tile::kKeys))
-            return;
-        const Output<T> output(p.attention, block.index, block.work.split);
-        for (int own = 0; own < 16; ++own) {
-            const int64 row = block.first_row + warp_row() + own;
-            if (row >= block.end_row) break;
-            KeyRange seen = block.score.range(row);
-            seen.first = max(seen.first, block.tiles.begin * Tile::kKeys);
-            seen.last = min(seen.last, block.tiles.end * Tile::kKeys - 1);
-            // Any weight but 0 makes an infinite value what it is.
-            add_nonfinite(
-                block.q, block.k, block.v, p.attention.features, 0, p.attention.values, row, seen,
-                block.score,
-                [](float score) { return score == -infinity<float>() ? 0 : 1 + (score - score); },
-                [&](int64 column, float x) { output.store(row, column, x); });
-        }
-    }
-
     // ------------------------------------------------------------------------------------- waits
-
-    struct alignas(4) Pair {
-        T first, second;
-    };
 
     __device__ __forceinline__ void wait_for_keys() const {
         barrier_wait(rooms.keys_full + 8 * keys.stage(), keys.parity());
@@ -600,7 +504,7 @@ struct Consumer {
     }
     __device__ __forceinline__ void free_queries() {
         release(rooms.queries_free + 8 * queries.stage());
-        queries.advance();
+        queries.advance(Tile::kGroups);
     }
     __device__ __forceinline__ void free_slot() {
         __syncwarp();

@@ -27,6 +27,8 @@ struct WgmmaTile {
     static constexpr int kGroups = kGroups_, kKeys = kKeys_, kWidth = kWidth_;
     static constexpr int kStages = kStages_, kQueryStages = kQueryStages_;
     static constexpr bool kStaged = kStaged_, kTurns = kTurns_, kTopless = kTopless_;
+    // Queries of the next tile come before this one is done.
+    static constexpr bool kAhead = kQueryStages_ > kGroups_;
     static constexpr int kWarps = 4 * kGroups;  // of the consumers
     static constexpr int kThreads = 128 * (kGroups + 1);
     static constexpr int kQueries = 64 * kGroups;
@@ -35,9 +37,11 @@ struct WgmmaTile {
     static constexpr int kPanels = kWidth / 64;
     static constexpr int kKeyTiles = kKeys / 8, kValueTiles = kWidth / 8;
     static constexpr int kFeatureSteps = kWidth / 16, kKeySteps = kKeys / 16;
-    static constexpr int kQueryBytes = kQueries * kWidth * 2;
+    static constexpr int kQueryBytes = 64 * kWidth * 2;  // a stage: a warpgroup's
     static constexpr int kKeyBytes = kKeys * kWidth * 2;
-    static constexpr int kOutWarpBytes = 16 * kWidth * 2;
+    // Of the results of a warp's 16 rows, what is in shared memory at a time.
+    static constexpr int kOutPanels = kPanels < 2 ? kPanels : 2;
+    static constexpr int kOutWarpBytes = kOutPanels * 16 * 128;
     static constexpr int kTileBytes = kQueryStages * kQueryBytes + 2 * kStages * kKeyBytes +
                                       (kStaged ? kWarps * kOutWarpBytes : 0);
     // What a block starts with, 65536 / kThreads a thread rounded down to 8, moves to the
@@ -63,11 +67,15 @@ struct Slot {
     int64 tile;     // in the grid
     int clean;      // the tile is taken again with non-finite values as 0: see lib/nonfinite.cuh
     int tiles;      // of keys, at least one
-    int first_key;  // of the first of them
-    int seen_first, seen_last;                     // keys of this share
-    int whole_begin[kGroups], whole_end[kGroups];  // tiles that all rows of a warpgroup see whole
-    int64 out_start, lse_start;                    // of the results: see Output
-    int out_batch[3];                              // where they are by the map
+    int first_key;  // of the first of them; others are counted from it
+    int key_end;    // keys from here on nobody sees
+    Band band;      // what the tile's rows see by their position
+    int rows;       // that are used
+    int flipped;    // the last warpgroup has the first rows
+    // By 64 rows: tiles that all of them see whole, and the end of those that any of them sees.
+    int whole_begin[kGroups], whole_end[kGroups], seen_end[kGroups];
+    int64 out_start, lse_start;  // of the results: see Output
+    int out_batch[3];            // where they are by the map
 };
 
 // The tiles that were taken again; if they are more than it holds, any tile of the block may be.
@@ -121,7 +129,7 @@ struct Rooms {
         dirty->count = 0;
         for (int i = 0; i < Tile::kQueryStages; ++i) {
             barrier_begin(queries_full + 8 * i, 1);
-            barrier_begin(queries_free + 8 * i, Tile::kWarps);
+            barrier_begin(queries_free + 8 * i, 4);
         }
         for (int i = 0; i < Tile::kStages; ++i) {
             barrier_begin(keys_full + 8 * i, 1);
@@ -137,6 +145,12 @@ struct Rooms {
         fence_shared_for_copies();
     }
 };
+
+// Which 64 rows of a tile a warpgroup has.
+template <typename Tile>
+__device__ __forceinline__ int part_of(int flipped, int group) {
+    return Tile::kAhead && flipped ? Tile::kGroups - 1 - group : group;
+}
 
 __device__ __forceinline__ int64 tile_of_round(const WgmmaParameters& p, int64 round) {
     return tile_of_round(unsigned(p.attention.grid.row_tiles), unsigned(p.tiles), gridDim.x,

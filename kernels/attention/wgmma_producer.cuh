@@ -29,12 +29,12 @@ struct Describer {
             // The slot is the oldest: its own tile may have to be taken again.
             int64 tile = settle(slot);
             const bool again = tile >= 0;
-            bool ready = again && describe(tile);
+            bool ready = again && describe(tile, again);
             while (!ready) {
                 tile = tile_of_round(p, round);
                 if (tile == kNoMoreTiles) break;
                 ++round;
-                ready = tile != kNoTile && describe(tile);
+                ready = tile != kNoTile && describe(tile, false);
             }
             if (ready) {
                 hand_over(kWork, again);
@@ -45,7 +45,7 @@ struct Describer {
             tile = -1;
             for (int i = 0; i < kSlots && tile < 0; ++i) tile = settle((slot + i) % kSlots);
             if (tile < 0) return hand_over(kEnd, false);
-            describe(tile);
+            describe(tile, true);
             hand_over(kWork, true);
         }
     }
@@ -68,8 +68,8 @@ struct Describer {
         return tile;
     }
 
-    // False if the tile has no row.
-    __device__ __forceinline__ bool describe(int64 tile) {
+    // False if the tile has no row. `again` it is walked as a whole by all warpgroups.
+    __device__ __forceinline__ bool describe(int64 tile, bool again) {
         SlotType& current = rooms.slots[slot];
         BlockWork<T, Score>& block = current.block;
         if (!block.begin_by_warps(p.attention, tile, Tile::kQueries, Tile::kWidth, Tile::kKeys,
@@ -88,13 +88,26 @@ struct Describer {
             };
             current.whole_begin[lane] = relative((all.first + Tile::kKeys - 1) / Tile::kKeys);
             current.whole_end[lane] = relative((all.last + 1) / Tile::kKeys);
+            const KeyRange any = block.score.range_of_any(row, row + 64);
+            const int seen_end = any.first > any.last ? 1 : relative(any.last / Tile::kKeys + 1);
+            const int count = none ? 1 : int(tiles.end - tiles.begin);
+            // While a warpgroup lets keys pass, its last values of the rows before wait in their
+            // ring, and others, which need those that follow, may have to pass it the turn. So one
+            // stage must be left to them. And where all meet to clean values, none may be ahead.
+            const int most = Tile::kAhead && !again ? Tile::kStages - 1 : 0;
+            current.seen_end[lane] = max(max(seen_end, 1), count - most);
         } else if (warp == 1 && lane == 0) {
             current.tile = tile;
             // A share without keys walks over a tile that it does not see.
             current.tiles = none ? 1 : int(tiles.end - tiles.begin);
             current.first_key = int(tiles.begin) * Tile::kKeys;
-            current.seen_first = none ? 0 : current.first_key;
-            current.seen_last = none ? -1 : int(tiles.end) * Tile::kKeys - 1;
+            const int64 keys = min(block.score.bounds.keys, tiles.end * Tile::kKeys);
+            current.key_end = none ? 0 : int(keys - current.first_key);
+            current.band = block.score.band(block.first_row, current.first_key);
+            current.rows =
+                int(clamp(block.score.bounds.queries - block.first_row, 0, Tile::kQueries));
+            const unsigned row_tiles = unsigned(p.attention.grid.row_tiles);
+            current.flipped = unsigned(tile) % row_tiles >= (row_tiles + 1) / 2;
         } else if (warp == 2 && lane == 0) {
             const Output<T> output(p.attention, block.index, block.work.split);
             current.out_start = output.out_start;
@@ -151,9 +164,11 @@ struct Fetcher {
                 continue;
             }
             fetch_waiting_values();
-            barrier_wait(rooms.queries_free + 8 * queries.stage(), queries.parity());
-            if (leads) barrier_arrive(rooms.queries_full + 8 * queries.stage());
-            queries.advance();
+            for (int group = 0; group < Tile::kGroups; ++group) {
+                barrier_wait(rooms.queries_free + 8 * queries.stage(), queries.parity());
+                if (leads) barrier_arrive(rooms.queries_full + 8 * queries.stage());
+                queries.advance();
+            }
             if (token == kEnd) return;
         }
     }
@@ -181,7 +196,7 @@ struct Fetcher {
 
     __device__ __forceinline__ void fetch(const SlotType& current) {
         const AttentionParameters& a = p.attention;
-        if (Tile::kQueryStages > 1) fetch_queries(current);
+        fetch_queries(current, 0, kEarly);
         BoxStart key = start_of(a.k, current, 0), value = start_of(a.v, current, 0);
         const int tiles = current.tiles;
         const int first_row = int(current.block.segment.first_key) + current.first_key;
@@ -198,21 +213,30 @@ struct Fetcher {
             fetch_waiting_values();
             waiting = true;
             waiting_values = value;
-            // A single stage is free only after the last product with the tile before: what that
+            // Other stages are free only after the last products with the tile before: what that
             // tile still needs comes first.
-            if (Tile::kQueryStages == 1 && tile == tiles - 1) fetch_queries(current);
+            if (tile == tiles - 1) fetch_queries(current, kEarly, Tile::kGroups);
         }
     }
 
-    __device__ __forceinline__ void fetch_queries(const SlotType& current) {
-        barrier_wait(rooms.queries_free + 8 * queries.stage(), queries.parity());
-        if (leads) {
-            const unsigned full = rooms.queries_full + 8 * queries.stage();
-            barrier_arrive_expecting(full, Tile::kQueryBytes);
-            copy(rooms.queries + queries.stage() * Tile::kQueryBytes, p.q,
-                 start_of(p.attention.q, current, current.block.first_row), Tile::kQueries, full);
+    // Stages that are free while the tile before is under way.
+    static constexpr int kEarly = Tile::kQueryStages >= 2 * Tile::kGroups
+                                      ? Tile::kGroups
+                                      : Tile::kQueryStages - Tile::kGroups;
+
+    // Those of the warpgroups begin..end - 1.
+    __device__ __forceinline__ void fetch_queries(const SlotType& current, int begin, int end) {
+        BoxStart at = start_of(p.attention.q, current, 0);
+        for (int group = begin; group < end; ++group) {
+            at.row = int(current.block.first_row) + 64 * part_of<Tile>(current.flipped, group);
+            barrier_wait(rooms.queries_free + 8 * queries.stage(), queries.parity());
+            if (leads) {
+                const unsigned full = rooms.queries_full + 8 * queries.stage();
+                barrier_arrive_expecting(full, Tile::kQueryBytes);
+                copy(rooms.queries + queries.stage() * Tile::kQueryBytes, p.q, at, 64, full);
+            }
+            queries.advance();
         }
-        queries.advance();
     }
 
     __device__ __forceinline__ void fetch_waiting_values() {

@@ -49,7 +49,10 @@ struct Ring {
     __device__ __forceinline__ int stage() const { return turn < kStages ? turn : turn - kStages; }
     // Of the phase to wait for.
     __device__ __forceinline__ unsigned parity() const { return turn < kStages ? 0 : 1; }
-    __device__ __forceinline__ void advance() { turn = turn + 1 == 2 * kStages ? 0 : turn + 1; }
+    __device__ __forceinline__ void advance(int stages = 1) {
+        turn += stages;
+        turn = turn >= 2 * kStages ? turn - 2 * kStages : turn;
+    }
 };
 
 // -------------------------------------------------------------------------- named barriers

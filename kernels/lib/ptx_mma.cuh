@@ -178,6 +178,13 @@ __device__ __forceinline__ float exp2_approximate(float x) {
     return y;
 }
 
+// 1 / x to 1 unit in the last place.
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Two numbers rounded to T, the first in the lower half.
 template <typename T>
 __device__ __forceinline__ unsigned pack(float low, float high);

@@ -111,11 +111,6 @@ struct PanelProduct;
 #define CUFLASH_REGISTERS_32(c, d) \
     CUFLASH_REGISTERS_10(c, d, ), CUFLASH_REGISTERS_10(c, d, 1), \
     CUFLASH_REGISTERS_10(c, d, 2), CUFLASH_REGISTER(c, d, 30), CUFLASH_REGISTER(c, d, 31)
-#define CUFLASH_TEXT_40 \
-    CUFLASH_TEXT_10() ", " CUFLASH_TEXT_10(1) ", " CUFLASH_TEXT_10(2) ", " CUFLASH_TEXT_10(3)
-#define CUFLASH_REGISTERS_40(c, d) \
-    CUFLASH_REGISTERS_10(c, d, ), CUFLASH_REGISTERS_10(c, d, 1), \
-    CUFLASH_REGISTERS_10(c, d, 2), CUFLASH_REGISTERS_10(c, d, 3)
 #define CUFLASH_TEXT_64 \
     CUFLASH_TEXT_10() ", " CUFLASH_TEXT_10(1) ", " CUFLASH_TEXT_10(2) ", " CUFLASH_TEXT_10(3) \
     ", " CUFLASH_TEXT_10(4) ", " CUFLASH_TEXT_10(5) ", %60, %61, %62, %63"
@@ -189,7 +184,6 @@ struct PanelProduct;
     CUFLASH_SHARED_PRODUCT(__nv_bfloat16, "bf16", N, R, A, B, C, D)
 
 CUFLASH_SHARED_PRODUCTS(64, 32, 32, 33, 34, 35)
-CUFLASH_SHARED_PRODUCTS(80, 40, 40, 41, 42, 43)
 CUFLASH_SHARED_PRODUCTS(128, 64, 64, 65, 66, 67)
 
 #define CUFLASH_COLUMNS(type, N, R, sum) CUFLASH_WGMMA(type, N, R) "a, b, " sum ", 1, 1, 1, 1;\n"
@@ -249,10 +243,6 @@ CUFLASH_COLUMNS_PRODUCTS(64, 32, 12, 32, 33)
 #define CUFLASH_LEFT_128_1 "{%134, %135, %136, %137}"
 #define CUFLASH_LEFT_128_2 "{%138, %139, %140, %141}"
 #define CUFLASH_LEFT_128_3 "{%142, %143, %144, %145}"
-#define CUFLASH_LEFT_128_4 "{%146, %147, %148, %149}"
-#define CUFLASH_LEFT_128_5 "{%150, %151, %152, %153}"
-#define CUFLASH_LEFT_128_6 "{%154, %155, %156, %157}"
-#define CUFLASH_LEFT_128_7 "{%158, %159, %160, %161}"
 #define CUFLASH_HELD(type, N, R, k, sum) \
     CUFLASH_WGMMA(type, N, R) CUFLASH_LEFT_##R##_##k ", b, " sum ", 1, 1, 1;\n"
 #define CUFLASH_HELD_NEXT(type, N, R, k) "add.s64 b, b, 128;\n" CUFLASH_HELD(type, N, R, k, "yes")
@@ -291,7 +281,7 @@ CUFLASH_HELD_PRODUCTS(64, 32, 4, 32, 33)
 CUFLASH_HELD_PRODUCTS(64, 32, 8, 32, 33)
 CUFLASH_HELD_PRODUCTS(128, 64, 4, 64, 65)
 CUFLASH_HELD_PRODUCTS(128, 64, 8, 64, 65)
-CUFLASH_HELD_PRODUCTS(256, 128, 5, 128, 129)
+CUFLASH_HELD_PRODUCTS(256, 128, 4, 128, 129)
 
 // The second descriptor's step, and whether that operand is transposed, say how b lies.
 #define CUFLASH_PANEL_STEP(type, N, R, sum, S, X) \

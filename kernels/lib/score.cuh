@@ -90,6 +90,17 @@ __device__ __forceinline__ void change_each(A (&s)[kCount], ColumnOf column_of, 
 
 // ------------------------------------------------------------------------------------- bounds
 
+// What rows see of keys by their position alone, counted from a row and a key: row i those from
+// `first` + i to `end` + i - 1.
+struct Band {
+    int first, end;
+
+    // Far enough for any row of a tile to see all keys, or none.
+    static __device__ __forceinline__ int within(int64 x) {
+        return int(clamp(x, -512, (1LL << 31) - 512));
+    }
+};
+
 // Lengths and position of one sequence. Values that come from device memory were checked by nobody:
 // lengths are clamped to the sequence.
 struct EntryBounds {
@@ -117,6 +128,11 @@ struct EntryBounds {
         if (row >= queries) return {0, -1};
         int64 position = row + offset;
         return {max(position - left, 0LL), min(position + right, keys - 1)};
+    }
+
+    __device__ __forceinline__ Band band(int64 row, int64 key) const {
+        const int64 distance = row + offset - key;
+        return {Band::within(distance - left), Band::within(distance + right + 1)};
     }
 
     // The rows that see one of the keys begin..end - 1 or more, counted from the sequence's first.
@@ -486,6 +502,13 @@ struct Score : private Steps... {
             return bounds.range(row);
         else
             return {0, bounds.keys - 1};
+    }
+
+    __device__ __forceinline__ Band band(int64 row, int64 key) const {
+        if constexpr (kRanged)
+            return bounds.band(row, key);
+        else
+            return {Band::within(-kUnlimited), Band::within(kUnlimited)};
     }
 
     // What at least one of the rows begin..end - 1 sees. Both ends of a range rise with the row.

@@ -120,6 +120,27 @@ def test_values_that_no_row_sees(entries, width):
     assert bool((out == expected).all())
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_blocks_of_many_tiles_with_warpgroups_that_see_little(width, causal, damaged):
+    """Blocks go from tile to tile as if each were alone, also where rows end early.
+
+    The last tile of 320 rows leaves warpgroups without any, which let most keys pass, unless all
+    meet because values are taken again.
+    """
+    q, k, v = (
+        normal(i, 3, tokens, width, dtype=np.float16) for i, tokens in enumerate((320, 900, 900))
+    )
+    if damaged:
+        v[:, 850:] = cupy.nan
+    options = {"causal": causal, "key_lengths": 850, "num_splits": 1, "method": "wgmma"}
+    alone = cuflash.flash_attention(q, k, v, **options)
+    many = [cupy.broadcast_to(x, (150, *x.shape)) for x in (q, k, v)]
+    assert bool((cuflash.flash_attention(*many, **options) == alone).all())
+    assert bool(cupy.isfinite(alone).all())
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_repeats_are_bit_equal(causal):
     q, k, v = (normal(i, 40, 700, 128, dtype=np.float16) for i in range(3))

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("cupy", reason="plans live beside CuPy's launches")
 
 from cuflash.device.attention_plans import attention_methods, plan_attention, workspace_bytes
-from cuflash.device.attention_plans_wgmma import WGMMA_PARAMETERS, WGMMA_TILES
+from cuflash.device.attention_plans_wgmma import WGMMA_PARAMETERS, WGMMA_TILES, wgmma_tile
 from cuflash.problem import ArraySpec, AttentionArrays, AttentionProblem
 from tests.devices import H200
 
@@ -60,6 +60,24 @@ def test_what_it_leaves_to_others():
     assert not takes(spec(2, 100, 60))
     assert not takes(q, ArraySpec((2, 100, 64), (12808, 128, 2), HALF))
     assert not takes(q, ArraySpec((2, 100, 64), (12800, -128, 2), HALF))
+
+
+def test_a_diagonal_has_tiles_of_its_own():
+    """Bounds that follow a query's position, not lengths alone, at widths where that pays."""
+
+    def tile(width, tokens, **options):
+        x = spec(2, tokens, width)
+        bounds = {"causal": False, "window": None} | options
+        return wgmma_tile(AttentionProblem.of(AttentionArrays(x, x, x), method="wgmma", **bounds))
+
+    for width in (40, 64):
+        assert not tile(width, 512, causal=True).turns
+        assert not tile(width, 512, window=(10, None)).turns
+        assert tile(width, 512).turns
+        assert tile(width, 256, causal=True) == tile(width, 256)
+    assert tile(128, 512, causal=True) == tile(128, 512)
+    assert not tile(256, 4095, causal=True).topless
+    assert tile(256, 4096, causal=True) == tile(256, 512) == tile(256, 4096)
 
 
 @pytest.mark.parametrize("choice", WGMMA_TILES, ids=lambda choice: str(choice.width))
