@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import cupy
@@ -127,13 +128,13 @@ class CurrentDevice:
         cupy.cuda.driver.CUDADriverError
             The launch was refused.
         """
-        grid = launch.grid
-        if launch.staying:
-            grid = min(grid, launch.staying * fitting_clusters(launch, self.device))
-        load(launch.kernel, self.device)(
-            (grid,),
-            (launch.block,),
-            (parameters,),
-            shared_mem=launch.shared_bytes,
-            stream=self.stream,
-        )
+        ready(launch, parameters, self.device)(stream=self.stream)
+
+
+def ready(launch: Launch, parameters: Any, device: int) -> Callable[..., None]:
+    """Return all of a launch but its stream, which is the keyword `stream`."""
+    grid = launch.grid
+    if launch.staying:
+        grid = min(grid, launch.staying * fitting_clusters(launch, device))
+    kernel = load(launch.kernel, device)
+    return partial(kernel, (grid,), (launch.block,), (parameters,), shared_mem=launch.shared_bytes)

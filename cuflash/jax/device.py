@@ -9,8 +9,7 @@ the same in every call, so that XLA may capture it in a CUDA graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, NoReturn
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import cupy
 import jax
 import numpy as np
+from cupy.cuda.function import CNumpyArray
 
 from .. import engine
 from .._attention import check_method
@@ -27,7 +27,7 @@ from ..device.attention_plans import attention_methods
 from ..device.attention_vjp import compute as pull_back
 from ..device.clusters import fitting_clusters
 from ..device.compiler import Launch, warm
-from ..device.executor import CurrentDevice, DeviceLimits, device_limits
+from ..device.executor import DeviceLimits, device_limits, ready
 from ..device.softmax import compute as compute_softmax
 from ..problem import ArraySpec, AttentionArrays, AttentionProblem, SoftmaxProblem
 from ..problem_vjp import AttentionGrads, AttentionResults, AttentionVjpProblem
@@ -183,28 +183,28 @@ def _program(text: bytes) -> _Program:
 @lru_cache(maxsize=1024)
 def launches_of(
     text: bytes, addresses: tuple[int, ...], device: int
-) -> tuple[tuple[Launch, np.ndarray], ...]:
-    """Return what a call starts if its buffers, and the workspace as the last one, lie there."""
+) -> tuple[Callable[..., None], ...]:
+    """Return what a call starts if its buffers, and the workspace as the last one, lie there.
+
+    Each is a function of the keyword `stream`. `device` must be the current one.
+    """
     kind, arguments, capacity, buffers = _program(text)
     if len(addresses) != buffers:
         raise ValueError(f"a call has {len(addresses)} buffers; {buffers} are needed")
     workspace = addresses[-1] if capacity else 0
     recorder = Recorder(device_limits(device), addresses, workspace, capacity)
     getattr(_Engine(recorder), kind)(*arguments)
-    return tuple(recorder.launches)
+    return tuple(
+        # CuPy looks up where an array lies at each launch, and for this object once.
+        ready(launch, CNumpyArray(parameters), device)
+        for launch, parameters in recorder.launches
+    )
 
 
 class _Stream(NamedTuple):
     """What CuPy launches on: anything with the address of a stream."""
 
     ptr: int
-
-
-class StreamDevice(CurrentDevice):
-    """The current device, on a stream of XLA's."""
-
-    def __init__(self, device: int, stream: int) -> None:
-        self.device, self.stream = device, _Stream(stream)
 
 
 def execute(text: bytes, addresses: list[int], frame: ffi_abi.CallFrame) -> None:
@@ -214,8 +214,12 @@ def execute(text: bytes, addresses: list[int], frame: ffi_abi.CallFrame) -> None
         device = ffi_abi.device_ordinal(frame)
         if device is None:  # an old XLA, which has made it the current one
             device = current
-    with nullcontext() if device == current else cupy.cuda.Device(device):
-        run(text, addresses, device, ffi_abi.stream(frame))
+    stream = ffi_abi.stream(frame)
+    if device == current:
+        run(text, addresses, device, stream)
+        return
+    with cupy.cuda.Device(device):
+        run(text, addresses, device, stream)
 
 
 @cache
@@ -225,9 +229,9 @@ def _device_count() -> int:
 
 def run(text: bytes, addresses: Sequence[int], device: int, stream: int) -> None:
     """Start the kernels of a call on the current device."""
-    executor = StreamDevice(device, stream)
-    for launch, parameters in launches_of(text, tuple(addresses), device):
-        executor.launch(launch, parameters)
+    on = _Stream(stream)
+    for start in launches_of(text, tuple(addresses), device):
+        start(stream=on)
 
 
 handler = ffi_abi.handler(execute, ffi_abi.COMMAND_BUFFER_COMPATIBLE)

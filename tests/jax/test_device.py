@@ -33,12 +33,16 @@ def launched(monkeypatch):
     limits = replace(devices.H200, cluster_blocks=1, compute_capability="89")
     executor = HostExecutor(limits=limits)
 
-    def launch(self, launch, parameters):
-        # What the handler says of device and stream is what XLA said.
-        assert (self.device, self.stream.ptr) == (0, 0x5EED)
-        executor.launch(launch, parameters)
+    def ready(launch, parameters, ordinal):
+        def start(*, stream):
+            # What the handler says of device and stream is what XLA said.
+            assert (ordinal, stream.ptr) == (0, 0x5EED)
+            executor.launch(launch, parameters)
 
-    monkeypatch.setattr(device.StreamDevice, "launch", launch)
+        return start
+
+    monkeypatch.setattr(device, "ready", ready)
+    monkeypatch.setattr(device, "CNumpyArray", lambda array: array)
     monkeypatch.setattr(device, "device_limits", lambda device: limits)
     monkeypatch.setattr(ops, "TARGET", EMULATED)
     monkeypatch.setattr(host, "prepare", lambda call: device.rehearse(call, limits).used)
