@@ -404,8 +404,8 @@ MUTATIONS = [
     Mutation(
         "JAX: not on the stream of the call",
         JAX_DEVICE,
-        "self.device, self.stream = device, _Stream(stream)",
-        "self.device, self.stream = device, _Stream(0)",
+        "on = _Stream(stream)",
+        "on = _Stream(0)",
         f"{JAX_EMULATED}::test_forward",
     ),
     Mutation(

@@ -286,7 +286,7 @@ def dot_product_attention(
     Raises
     ------
     TypeError, ValueError
-        Arguments that do not fit, by their names.
+        Arguments that do not fit, by the names that they have in `flash_attention`.
     NotImplementedError
         As `flash_attention`.
 

@@ -2,8 +2,9 @@
 
 What takes time is done when a program is compiled (`prepare`): plans are made, kernels compiled and
 loaded, and the workspace that plans ask for becomes one more result of the call. A call itself
-fills parameter blocks and starts kernels. It allocates, synchronises and compiles nothing and does
-the same in every call, so that XLA may capture it in a CUDA graph.
+writes the addresses of its buffers into parameter blocks and starts kernels. It allocates,
+synchronises and compiles nothing and does the same in every call, so that XLA may capture it in a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from threading import Lock
 from typing import Any, NamedTuple, NoReturn
 
 import cupy
@@ -34,8 +36,10 @@ from ..problem_vjp import AttentionGrads, AttentionResults, AttentionVjpProblem
 from . import ffi_abi
 from .calls import TARGET, AttentionCall, Call, NeedsCopiesError, SoftmaxCall, decode
 
-#: Parts of the workspace begin at multiples of this, as XLA's own buffers do.
+#: Parts of the workspace begin at multiples of this, as XLA's own buffers do on a GPU.
 _ALIGNMENT = 256
+#: As they do on a CPU.
+_LEAST_ALIGNMENT = 64
 
 
 class Slot:
@@ -179,26 +183,64 @@ def _program(text: bytes) -> _Program:
     return _Program(call.kind, _arguments(call), workspace, len(call.seen) + bool(workspace))
 
 
-# XLA's allocator mostly gives the buffers of a program the places that they had the last time.
-@lru_cache(maxsize=1024)
-def launches_of(
-    text: bytes, addresses: tuple[int, ...], device: int
-) -> tuple[Callable[..., None], ...]:
-    """Return what a call starts if its buffers, and the workspace as the last one, lie there.
-
-    Each is a function of the keyword `stream`. `device` must be the current one.
-    """
+def launches_of(text: bytes, addresses: Sequence[int], device: int) -> list[tuple[Launch, Any]]:
+    """Return what a call starts if its buffers, and the workspace as the last one, lie there."""
     kind, arguments, capacity, buffers = _program(text)
     if len(addresses) != buffers:
         raise ValueError(f"a call has {len(addresses)} buffers; {buffers} are needed")
     workspace = addresses[-1] if capacity else 0
     recorder = Recorder(device_limits(device), addresses, workspace, capacity)
     getattr(_Engine(recorder), kind)(*arguments)
-    return tuple(
-        # CuPy looks up where an array lies at each launch, and for this object once.
-        ready(launch, CNumpyArray(parameters), device)
-        for launch, parameters in recorder.launches
+    return recorder.launches
+
+
+class Prepared(NamedTuple):
+    """What a program starts on a device: all but where its buffers lie.
+
+    `words` are the parameter blocks, end to end. Those at `places` are addresses, each `offsets`
+    behind the one of `buffers`. They are filled in for one call at a time.
+    """
+
+    starts: tuple[Callable[..., None], ...]
+    words: np.ndarray
+    places: np.ndarray
+    buffers: np.ndarray
+    offsets: np.ndarray
+    lock: Lock
+
+
+@lru_cache(maxsize=1024)
+def prepared(text: bytes, device: int) -> Prepared | None:
+    """Return the launches of a program on the current device, their blocks but for addresses.
+
+    What in them is an address tell two sets of places for the buffers: it moves as its buffer does.
+    None if something else differs too.
+    """
+    order = np.arange(1, _program(text).buffers + 1)
+    # Each buffer moves by an amount of its own, in the low and in the high half of an address.
+    moves = (order << 36) + (order << 12)
+    first = order << 32
+    at_first, at_second = (
+        launches_of(text, addresses.tolist(), device) for addresses in (first, first + moves)
     )
+    if not at_first or [x for x, _ in at_first] != [x for x, _ in at_second]:
+        return None
+    blocks = [block.view(np.int64) for _, block in at_first]
+    words, moved = np.concatenate(blocks), np.concatenate([x.view(np.int64) for _, x in at_second])
+    if words.size != moved.size:
+        return None
+    moved -= words
+    places = np.flatnonzero(moved)
+    buffers = np.minimum(np.searchsorted(moves, moved[places]), moves.size - 1)
+    if (moves[buffers] != moved[places]).any():
+        return None
+    ends = np.cumsum([block.size for block in blocks])
+    starts = tuple(
+        # CuPy looks up where an array lies at each launch, and for this object once.
+        ready(launch, CNumpyArray(words[end - block.size : end]), device)
+        for (launch, _), block, end in zip(at_first, blocks, ends, strict=True)
+    )
+    return Prepared(starts, words, places, buffers, words[places] - first[buffers], Lock())
 
 
 class _Stream(NamedTuple):
@@ -230,8 +272,17 @@ def _device_count() -> int:
 def run(text: bytes, addresses: Sequence[int], device: int, stream: int) -> None:
     """Start the kernels of a call on the current device."""
     on = _Stream(stream)
-    for start in launches_of(text, tuple(addresses), device):
-        start(stream=on)
+    # Plans ask whether an address is a multiple of at most this, and 0 is no address.
+    usual = not any(address % _LEAST_ALIGNMENT or not address for address in addresses)
+    known = prepared(text, device) if usual else None
+    if known is None or len(addresses) != _program(text).buffers:
+        for launch, parameters in launches_of(text, addresses, device):
+            ready(launch, parameters, device)(stream=on)
+        return
+    with known.lock:
+        known.words[known.places] = np.array(addresses)[known.buffers] + known.offsets
+        for start in known.starts:
+            start(stream=on)
 
 
 handler = ffi_abi.handler(execute, ffi_abi.COMMAND_BUFFER_COMPATIBLE)

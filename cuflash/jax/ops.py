@@ -65,9 +65,26 @@ def _varying_axes(x: Any) -> frozenset[str]:
 
 
 def _run(*operands: Any, call: Call) -> list[Any]:
-    # A call is compiled as JAX's own operations are, whatever its users are debugging.
-    with jax.disable_jit(False):
-        return _compiled(call)(*operands)
+    # A call is compiled as JAX's own operations are, whatever its users are debugging. Where its
+    # checks find something JAX runs a program again, operation by operation: this is one.
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        results = _compiled(call)(*operands)
+    # An lse of -inf is no failure: it stands for no keys.
+    _raise_on_special(results[:1] if isinstance(call, AttentionCall) else results)
+    return results
+
+
+def _raise_on_special(results: Sequence[Any]) -> None:
+    """Do what `jax.debug_nans` and `jax.debug_infs` ask for."""
+    for name, asked, found in (
+        ("nan", jax.config.jax_debug_nans, jnp.isnan),
+        ("inf", jax.config.jax_debug_infs, jnp.isinf),
+    ):
+        if asked:
+            with jax.debug_nans(False), jax.debug_infs(False):
+                special = any(bool(found(x).any()) for x in results)
+            if special:
+                raise FloatingPointError(f"invalid value ({name}) encountered in cuflash")
 
 
 @lru_cache(maxsize=1024)

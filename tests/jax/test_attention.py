@@ -380,6 +380,18 @@ def test_without_jit(qkv):
     close(dq, jax.grad(lambda q: flash_attention(q, *qkv[1:]).sum())(qkv[0]))
 
 
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit])
+def test_debugging_of_special_values(qkv, wrapped):
+    q, k, v = qkv
+    spoilt = [v.at[..., 0, 0].set(x) for x in (jnp.nan, jnp.inf)]
+    with jax.debug_nans(True), jax.debug_infs(True):
+        # No key is seen: lse is -inf, and no failure.
+        wrapped(lambda q: flash_attention(q, k, v, key_lengths=0))(q)
+        for v, name in zip(spoilt, ("nan", "inf"), strict=True):
+            with pytest.raises(FloatingPointError, match=rf"\({name}\) encountered in cuflash"):
+                wrapped(lambda v: flash_attention(q, k, v))(v)
+
+
 def test_the_loops_of_jax(qkv):
     q, k, v = qkv
 
@@ -550,6 +562,8 @@ def test_lengths_past_the_array_mean_all_tokens(rng):
         "key_value_seq_lengths": jnp.array([3, S + 9], jnp.int32),
     }
     ours = dot_product_attention(query, key, key, **lengths)
+    none = dict.fromkeys(lengths, jnp.zeros(B, jnp.int32))
+    np.testing.assert_array_equal(dot_product_attention(query, key, key, **none), 0)
     close(ours, jax.nn.dot_product_attention(query, key, key, **lengths))
     wide = {name: np.asarray(x, np.int64) for name, x in lengths.items()}
     wide["key_value_seq_lengths"][1] += 1 << 32

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,16 @@ from tests.host_cuda import builder
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
 
 EMULATED = "cuflash_emulated"
+
+
+@cache
+def register_emulated():
+    """Register the handler for CUDA devices as one for the CPU; return it, to be kept."""
+    from cuflash.jax import device
+
+    handler = ffi_abi.handler(lambda text, addresses, _: device.run(text, addresses, 0, 0x5EED))
+    jax.ffi.register_ffi_target(EMULATED, jax.ffi.pycapsule(handler), platform="cpu")
+    return handler
 
 
 @pytest.fixture
@@ -47,14 +58,10 @@ def launched(monkeypatch):
     monkeypatch.setattr(ops, "TARGET", EMULATED)
     monkeypatch.setattr(host, "prepare", lambda call: device.rehearse(call, limits).used)
 
-    def execute(text, addresses, frame):
-        device.run(text, addresses, 0, 0x5EED)
-
-    handler = ffi_abi.handler(execute)
-    jax.ffi.register_ffi_target(EMULATED, jax.ffi.pycapsule(handler), platform="cpu")
+    register_emulated()
     jax.clear_caches()
     ops._compiled.cache_clear()
-    device.launches_of.cache_clear()
+    device.prepared.cache_clear()
     yield executor.launched
     jax.clear_caches()
     ops._compiled.cache_clear()
@@ -174,10 +181,136 @@ def test_the_handler_asks_xla_for_stream_and_device(launched, rng, monkeypatch):
             assert device.handler(ctypes.byref(frame)) is None
             np.testing.assert_allclose(out, cuflash.flash_attention(q, k, v), atol=1e-6)
             q += 1
-    assert device.launches_of.cache_info().hits == device.launches_of.cache_info().misses == 3
     refused = Xla(device=0, stream=0)
     assert device.handler(ctypes.byref(refused.frame(text, seen[0][:3], seen[0][3:])))
     assert "no stream" in refused.errors[0][1]
+
+
+def test_another_device_is_the_current_one_for_a_call(monkeypatch):
+    from cuflash.jax import device
+
+    current = [0]
+
+    class Device:
+        def __init__(self, ordinal):
+            self.ordinal = ordinal
+
+        def __enter__(self):
+            current.append(self.ordinal)
+
+        def __exit__(self, *error):
+            current.pop()
+
+    ran = []
+    monkeypatch.setattr(device.cupy.cuda.runtime, "getDevice", lambda: current[-1])
+    monkeypatch.setattr(device.cupy.cuda, "Device", Device)
+    monkeypatch.setattr(device, "_device_count", lambda: 4)
+    monkeypatch.setattr(device, "run", lambda *call: ran.append((current[-1], *call)))
+    for ordinal in (3, 0):
+        xla = Xla(device=ordinal)
+        assert device.handler(ctypes.byref(xla.frame(b"a call", [], []))) is None
+    assert ran == [(3, b"a call", [], 3, 0x5EED), (0, b"a call", [], 0, 0x5EED)]
+    assert current == [0]
+
+
+def test_blocks_are_made_once_and_get_the_addresses_of_each_call(launched, rng, monkeypatch):
+    from cuflash.jax import device
+
+    recorded = []
+    monkeypatch.setattr(
+        device,
+        "launches_of",
+        lambda *call, of=device.launches_of: recorded.append(call) or of(*call),
+    )
+    q, k, v, dout = (normal(rng, 70, 8) for _ in range(4))
+    k = jnp.concatenate([k, k])
+    v = jnp.concatenate([v, -v])
+
+    def gradients(q, k, v):
+        out, pull_back = jax.vjp(lambda *x: flash_attention(*x, num_splits=2), q, k, v)
+        return out, pull_back(dout)
+
+    program = jax.jit(gradients)
+    kept = []  # so that the next call's results lie elsewhere
+    for scale in (1, 2, 3):
+        kept.append(program(scale * q, k, v))
+        expected = jax.vjp(lambda *x: ops_of_jax(*x), scale * q, k, v)
+        np.testing.assert_allclose(kept[-1][0], expected[0], atol=1e-5)
+        for mine, theirs in zip(kept[-1][1], expected[1](dout), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    assert len(recorded) == 2 * 2  # two programs, two sets of places
+
+
+def ops_of_jax(q, k, v):
+    return jax.nn.softmax(q @ k.T / np.sqrt(q.shape[-1])) @ v
+
+
+@pytest.mark.parametrize("difference", ["launches", "a word", "a word by half", "sizes"])
+def test_what_depends_on_addresses_otherwise_is_not_prepared(
+    launched, rng, monkeypatch, difference
+):
+    from cuflash.jax import device
+
+    x = normal(rng, 4, 8)
+    (call,) = called(lambda: flash_attention(x, x, x))
+    text = calls.encode(call, 0).encode()
+
+    def launches_of(text, addresses, ordinal, of=device.launches_of):
+        moved = addresses[0] != 1 << 32
+        ((launch, block),) = of(text, addresses, ordinal)
+        words = block.view(np.int64).copy()
+        if moved and difference == "launches":
+            launch = launch._replace(grid=launch.grid + 1)
+        elif moved and difference == "sizes":
+            words = words[:-1]
+        elif difference == "a word":
+            words[-1] = 7 * moved
+        elif difference == "a word by half":
+            words[-1] = addresses[0] >> 32
+        return [(launch, words)]
+
+    monkeypatch.setattr(device, "launches_of", launches_of)
+    assert device.prepared(text, 0) is None
+    device.prepared.cache_clear()
+    monkeypatch.undo()
+
+
+def test_parts_of_the_workspace_lie_apart():
+    from cuflash.jax import device
+    from tests import devices
+
+    recorder = device.Recorder(devices.H200, [], 1 << 20, 1024)
+    parts = [(recorder.address(recorder.allocate(n)), n) for n in (1, 256, 257, 0)]
+    assert [start - (1 << 20) for start, _ in parts] == [0, 256, 512, 1024]
+    assert recorder.used == 1024
+    with pytest.raises(RuntimeError, match="too small"):
+        recorder.allocate(1)
+
+
+def test_a_program_is_prepared_for_every_device(monkeypatch, rng):
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from cuflash.jax import device
+    from tests import devices
+
+    x = normal(rng, 70, 8)
+    (call,) = called(lambda: flash_attention(x, x, x, num_splits=3))
+    warmed = []
+    monkeypatch.setattr(
+        device.jax,
+        "local_devices",
+        lambda backend: [SimpleNamespace(local_hardware_id=i) for i in (0, 2)],
+    )
+    monkeypatch.setattr(device.cupy.cuda, "Device", lambda ordinal: nullcontext())
+    monkeypatch.setattr(device, "device_limits", lambda ordinal: devices.H200)
+    monkeypatch.setattr(device, "warm", lambda kernels: warmed.append(list(kernels)))
+    assert device.prepare(call) == device.rehearse(call, devices.H200).used > 3 * 70 * 8 * 4
+    assert len(warmed) == 2
+    assert [k.expression.partition("<")[0] for k in warmed[0]] == [
+        "cuflash::forward_simt",
+        "cuflash::combine",
+    ]
 
 
 def test_addresses_between_elements_are_refused(launched, rng):
