@@ -15,6 +15,7 @@ import numpy as np
 from ..problem import ArraySpec, AttentionProblem, accumulator, c_strides
 from ..problem_vjp import AttentionVjpProblem
 from .attention_plans import SCORES, score_pipeline
+from .attention_vjp_plans_dmma import dmma_sweep, dmma_vjp_kernels, dmma_vjp_obstacle
 from .attention_vjp_plans_mma import (
     mma_bias,
     mma_keys,
@@ -184,7 +185,7 @@ def attention_vjp_kernels(
         for name, score in product(("backward_keys", "backward_queries"), SCORES):
             yield _backward_simt(name, dtype, score, tile)
         yield _backward_simt("backward_bias", dtype, "FullScore", tile)
-    yield from mma_vjp_kernels(dtype, limits)
+    yield from dmma_vjp_kernels(limits) if dtype == np.float64 else mma_vjp_kernels(dtype, limits)
     yield _backward_rows("row_deltas", acc)
     yield _backward_rows("sink_gradients", acc)
     yield from wgmma_vjp_kernels(dtype)
@@ -197,9 +198,10 @@ def attention_vjp_obstacles(
     problem: AttentionVjpProblem, limits: DeviceLimits
 ) -> dict[str, str | None]:
     """Return why each kernel family cannot run a problem, None if it can, the fastest first."""
+    by_mma = dmma_vjp_obstacle if problem.forward.dtype == np.float64 else mma_vjp_obstacle
     return {
         "wgmma": wgmma_vjp_obstacle(problem, limits),
-        "mma": mma_vjp_obstacle(problem, limits),
+        "mma": by_mma(problem.forward, limits),
         "simt": None,
     }
 
@@ -236,27 +238,31 @@ def _sweeps(
     # Of sequences end to end the last tile of rows may be a part: there is one more for each.
     tiles = -(-forward.tq // _DELTA_ROWS) + (forward.sequences or 0)
     yield "delta", (), Sweep(_backward_rows("row_deltas", acc), _DELTA_THREADS, 0, tiles)
-    of_keys = [asked("dk", "dv")]
+    by_key = [asked("dk", "dv")]
     if not _summed_alike(specs["dk"], specs["dv"], len(forward.batch_shape)):
-        of_keys = [("dk",), ("dv",)]
+        by_key = [("dk",), ("dv",)]
     of_queries = asked("dq")
     score = score_pipeline(forward)
     if specs["dq_sums"] is not None:
         yield "dq_sums", (), mma_rows("backward_mma_clear", forward)
-        for i, gradients in enumerate(of_keys):
+        for i, gradients in enumerate(by_key):
             sweep = mma_keys(forward, score, limits, adds_queries=i == 0)
             yield (*gradients, "k")[0], gradients, sweep
         yield "dq", of_queries, mma_rows("backward_mma_round", forward)
     else:
-        for gradients in filter(None, (*of_keys, of_queries)):
-            if method == "mma":
-                sweep = (mma_queries if "dq" in gradients else mma_keys)(forward, score, limits)
+        for gradients in filter(None, (*by_key, of_queries)):
+            of_keys = "dq" not in gradients
+            if method == "mma" and forward.dtype == np.float64:
+                sweep = dmma_sweep(forward, score, limits, of_keys=of_keys)
+            elif method == "mma":
+                sweep = (mma_keys if of_keys else mma_queries)(forward, score, limits)
             else:
                 sweep = _simt_sweep(forward, gradients, limits)
             yield gradients[0], gradients, sweep
     bias = specs["dbias"]
     if bias is not None:
-        by_mma = method == "mma"
+        # Of float64 there is no kernel on tensor cores: it has few products, and many stores.
+        by_mma = method == "mma" and forward.dtype != np.float64
         sweep = mma_bias(forward, bias, limits) if by_mma else _simt_bias(forward, bias, limits)
         yield "dbias", ("dbias",), sweep
 
@@ -339,7 +345,8 @@ def _aligned(place: int) -> int:
 def _dq_sums(problem: AttentionVjpProblem, method: str) -> ArraySpec | None:
     """Describe the array in which dq is summed by atomic additions, if it is to be."""
     dq = problem.grads.dq
-    if method != "mma" or problem.deterministic or dq is None:
+    by_atomics = method == "mma" and problem.forward.dtype != np.float64
+    if not by_atomics or problem.deterministic or dq is None:
         return None
     *batch, rows, features = dq.shape
     own = [size if step else 1 for size, step in zip(batch, dq.strides, strict=False)]
