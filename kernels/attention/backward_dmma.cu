@@ -45,12 +45,13 @@ struct DmmaVjpTile {
     static constexpr int kBlocks = kBlocks_, kThreads = 64 * kPairs;
     static constexpr int kWarpRows = 16 * kRowTiles, kOwn = kWarpRows * kPairs;
     static constexpr int kMetTiles = kMet / 8;  // 8 met rows each
+    static constexpr int kGroup = 128 / kMet;   // tiles of queries that are looked up at a time
     static constexpr int kFeatureSteps = kWidth / 16, kMetSteps = kMet / 16;
     using Rows = CrossedRows<kWidth>;
     static constexpr int kOwnBytes = kOwn * Rows::kPitch, kMetBytes = kMet * Rows::kPitch;
     static constexpr int kHandedBytes = 8 * kOwn * kMet;
     static_assert(kThreads >= 128, "four parts of a block's work are set up side by side");
-    static_assert(kThreads >= kOwn && kThreads >= kMet, "a thread for each query");
+    static_assert(kThreads >= kOwn && kMet <= 128, "a thread for each query");
 };
 
 // A thread's pairs: own rows g and g + 8 of each 16, columns 2t and 2t + 1 of each 8 met rows.
@@ -94,19 +95,20 @@ __device__ __forceinline__ void start_operands(unsigned char* tiles, const VjpPa
 
 constexpr double kDoubleLog2OfE = 1.4426950408889634;
 
-// What is known of a query with these numbers, `lse` in base 2, keys counted from `first_key`. A
-// row that is not used, or has no weight, sees none of them.
+// What is known of a query, its lse in base 2, keys counted from `first_key`. A row that is not
+// used, or has no weight, sees none of them.
 template <typename Score>
-__device__ __forceinline__ QueryState<double> state_of(double lse, double delta, const Score& score,
+__device__ __forceinline__ QueryState<double> state_of(const VjpWork<double, Score>& block,
                                                        int64 row, int64 first_key) {
     constexpr int kMost = 0x7fffffff;
     QueryState<double> x{0, 0, 0, 0};
+    const double lse = block.score.is_used(row) ? block.lse.at(row) : -infinity<double>();
     // Of scores that are all -inf, none has a gradient.
-    if (!score.is_used(row) || lse == -infinity<double>()) return x;
+    if (lse == -infinity<double>()) return x;
     // What has a score of +inf has none that is a number.
     x.lse = lse == infinity<double>() ? not_a_number<double>() : lse * kDoubleLog2OfE;
-    x.delta = delta;
-    const KeyRange seen = score.range(row);
+    x.delta = block.delta.at(row);
+    const KeyRange seen = block.score.range(row);
     x.low = int(clamp(seen.first - first_key, 0, kMost));
     x.high = int(clamp(seen.last + 1 - first_key, x.low, kMost));
     return x;
@@ -322,14 +324,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     using Rows = typename Tile::Rows;
     constexpr int kOwn = Tile::kOwn, kMet = Tile::kMet, kThreads = Tile::kThreads;
     constexpr int kWarpRows = Tile::kWarpRows, kStageBytes = 2 * Tile::kMetBytes;
-    constexpr int kQueries = kOfKeys ? kMet : kOwn;
+    constexpr int kQueries = kOfKeys ? kMet * Tile::kGroup : kOwn;
     constexpr int kSumTiles = Tile::kWidth / 8 / (kOfKeys ? 1 : 2);
 
     CUFLASH_DYNAMIC_SHARED(unsigned char, shared);
     unsigned char* const met = shared + 2 * Tile::kOwnBytes;
     unsigned char* const handed = met + 2 * kStageBytes;
     __shared__ VjpWork<double, Score> block;
-    __shared__ QueryState<double> states[kOfKeys ? 2 : 1][kQueries];
+    __shared__ QueryState<double> states[kQueries];
+    __shared__ int64 start;  // the first row of the walk
     __shared__ bool damaged[kOwn];
     if (!block.template begin<kOfKeys>(p, kOwn)) return;
     if (threadIdx.x < kOwn) damaged[threadIdx.x] = false;
@@ -370,48 +373,41 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                               kMet, 0, 1);
             const int tiles = int(walk.end - walk.begin);
             if (tiles == 0) continue;
-            const int64 start = (kOfKeys ? bounds.first : 0) + walk.begin * kMet;
-            const int64 first_query = kOfKeys ? start : block.first;
-            const int64 first_key = kOfKeys ? block.first : start;
+            if (threadIdx.x == 0) start = (kOfKeys ? bounds.first : 0) + walk.begin * kMet;
+            __syncthreads();
+            auto first_query = [&] { return kOfKeys ? start : block.first; };
+            auto first_key = [&] { return kOfKeys ? block.first : start; };
 
             auto load_tile = [&](int tile) {
                 start_operands<!kOfKeys, Tile, kMet>(met + tile % 2 * kStageBytes, p, block,
                                                      start + tile * kMet);
             };
-            // What is known of a query is read while something else is computed.
-            double lse = 0, delta = 0;
-            auto read_state = [&](int tile) {
-                const int64 row = first_query + tile * kMet + threadIdx.x;
-                if (threadIdx.x >= kQueries || !block.score.is_used(row)) return;
-                lse = block.lse.at(row);
-                delta = block.delta.at(row);
-            };
-            auto keep_state = [&](int tile) {
-                if (threadIdx.x < kQueries)
-                    states[tile % 2][threadIdx.x] =
-                        state_of(lse, delta, block.score, first_query + tile * kMet + threadIdx.x,
-                                 first_key);
+            // What is known of queries is read for several tiles at a time.
+            auto read_states = [&](int tile) {
+                if (threadIdx.x >= kQueries) return;
+                const int64 row = first_query() + tile * kMet + threadIdx.x;
+                states[threadIdx.x] = state_of(block, row, first_key());
             };
 
             start_operands<kOfKeys, Tile, kOwn>(shared, p, block, block.first);
             load_tile(0);
             commit_copies();
-            read_state(0);
-            keep_state(0);
+            if (!kOfKeys) read_states(0);
 #pragma unroll 1
             for (int tile = 0; tile < tiles; ++tile) {
                 const int stage = tile % 2 * kStageBytes;
                 wait_for_copies<0>();
                 __syncthreads();  // the tile is there, and everyone is done with the one before
-                const bool more = tile + 1 < tiles;
-                if (more) {
-                    load_tile(tile + 1);
-                    if (kOfKeys) read_state(tile + 1);
-                }
+                if (tile + 1 < tiles) load_tile(tile + 1);
                 commit_copies();
+                if (kOfKeys && tile % Tile::kGroup == 0) {
+                    read_states(tile);
+                    __syncthreads();
+                }
 
-                const int query = kOfKeys ? 0 : warp_row, key = kOfKeys ? warp_row : tile * kMet;
-                const QueryState<double>* const state = states[kOfKeys ? tile % 2 : 0] + query;
+                const int key = kOfKeys ? warp_row : tile * kMet;
+                const QueryState<double>* const state =
+                    states + (kOfKeys ? tile % Tile::kGroup * kMet : warp_row);
                 const bool shown = !see_nothing(state, kOfKeys ? kMet : kWarpRows, key,
                                                 kOfKeys ? kWarpRows : kMet);
                 PairFragments<Tile> pairs;
@@ -423,8 +419,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                         const int own_key = key + (kOfKeys ? g : 2 * t);
                         weigh_dots<kOfKeys, Tile>(
                             pairs, bent, block.score, first, own_key,
-                            first_query + (kOfKeys ? tile * kMet + 2 * t : warp_row + g),
-                            first_key + own_key);
+                            first_query() + (kOfKeys ? tile * kMet + 2 * t : warp_row + g),
+                            first_key() + own_key);
                         visit_handed<Tile>(own_handed,
                                            [&](Vector<double>& place, int m, int j, int e) {
                                                place = {bent[m][j][e], bent[m][j][e + 1]};
@@ -447,7 +443,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                                                });
                     }
                 }
-                if (kOfKeys && more) keep_state(tile + 1);
                 __syncthreads();  // what is handed over is there
                 if (shown && (of_values || !kOfKeys))
                     visit_handed<Tile>(own_handed + (of_values ? 0 : Tile::kHandedBytes),
