@@ -1,11 +1,13 @@
 """Gradients on float64 tensor cores on the CPU: every tile of the table, with every pipeline."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
+import hypothesis
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 
 import cuflash
 from cuflash.device import attention_vjp_plans, attention_vjp_plans_dmma
@@ -14,7 +16,8 @@ from cuflash.problem_vjp import AttentionGrads
 from cuflash.testing.bounds import assert_gradients_close, expect_gradients
 from cuflash.testing.gradients import GRADIENT_PROPERTIES
 from cuflash.testing.problems import AttentionCase
-from cuflash.testing.strategies import attention_problems
+from cuflash.testing.strategies import attention_problems, varlen_problems
+from cuflash.testing.varlen_gradients import VARLEN_GRADIENT_PROPERTIES
 from tests.devices import H200
 from tests.host_cuda import builder
 from tests.host_cuda.builder import Edit
@@ -97,3 +100,258 @@ def test_tile(choice, score, executor, take):
     wanted = f"backward_dmma<cuflash::{score}<double>, {choice.tile.expression}"
     launched = [launch.kernel.expression for launch in executor.launched]
     assert sum(wanted in expression for expression in launched) == 2
+
+
+def test_tiles_are_chosen_by_shape_and_shared_memory():
+    """No row of the table is out of reach; other heads and other GPUs keep the plain kernels."""
+    small = replace(A100_LIKE, shared_per_sm=164 << 10, shared_per_block=163 << 10)
+    tiny = replace(small, shared_per_block=99 << 10)
+    chosen = [
+        attention_vjp_plans_dmma._tile(width, limits)
+        for width in (8, 64, 65, 128)
+        for limits in (H200, small)
+    ]
+    assert set(chosen) == {choice.tile for choice in DMMA_VJP_TILES}
+    for limits, expected in (
+        (H200, ("auto", "mma", "simt")),
+        (A100_LIKE, ("auto", "mma", "simt")),
+        (replace(H200, compute_capability="86"), ("auto", "simt")),
+        (tiny, ("auto", "simt")),
+    ):
+        assert methods(limits, 64, 128) == expected
+        assert methods(limits, 64, 129) == ("auto", "simt")
+
+
+def methods(limits, d, dv):
+    """Return the methods that an error names."""
+    q, v = np.zeros((3, d)), np.zeros((3, dv))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="that can") as info:
+        use(patch, limits=limits)
+        cuflash.workspace_size(q, q, v, backward=True, method="wgmma")
+    return tuple(re.findall("'([a-z]+)'", str(info.value).split("that can:")[1]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pairs": 1},
+        {"pairs": 3},
+        {"row_tiles": 0},
+        {"row_tiles": 8},
+        {"met": 24},
+        {"met": 256},
+        {"width": 96},
+        {"blocks": 0},
+    ],
+    ids=str,
+)
+def test_tiles_that_no_kernel_has_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"must|too few|cannot copy"):
+        replace(DmmaVjpTile(4, 1, 32, 64, 1), **wrong)
+
+
+# ------------------------------------------------------------------------------------------ sweeps
+
+
+def launched(executor):
+    """Return the kernels that ran after the forward."""
+    names = [launch.kernel.expression.split("<")[0][9:] for launch in executor.launched]
+    return names[names.index("row_deltas") :]
+
+
+def test_one_sweep_for_keys_and_one_for_queries(executor):
+    """The same ones, with the same bits, whether or not they are asked to have these."""
+    q, k, v, dout = operands(64, 64)
+    one = gradients(q, k, v, dout, causal=True)
+    assert launched(executor) == ["row_deltas", "backward_dmma", "backward_dmma"]
+    two = gradients(q, k, v, dout, causal=True, given={"deterministic": True})
+    for x, y in zip(one[:3], two[:3], strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert cuflash.workspace_size(q, k, v, backward=True, method="mma") <= 8 * 2 * TQ + 16
+
+
+def test_each_gradient_alone_has_the_same_bits(executor):
+    q, k, v, dout = operands(40, 24)
+    everything = gradients(q, k[:1], v, dout, causal=True)
+    for name, x in zip(("dq", "dk", "dv"), (q, k[:1], v), strict=True):
+        buffer = np.full_like(x, np.nan)
+        gradients(q, k[:1], v, dout, causal=True, given={"grads": AttentionGrads(**{name: buffer})})
+        np.testing.assert_array_equal(buffer, getattr(everything, name))
+
+
+def test_operands_that_broadcast(executor):
+    """Heads of a group, one query for all, keys of all and values of each, all at once."""
+    q, k, v = doubles(0, 3, 1, 33, 16), doubles(1, 1, 2, 40, 16), doubles(2, 3, 1, 40, 20)
+    dout = doubles(3, 3, 2, 33, 20)
+    gradients(q, k, v, dout, sinks=doubles(4, 2), bias=doubles(5, 33, 1))
+    gradients(q[:1, 0], k, v, dout)
+    assert "backward_bias" in launched(executor)
+
+
+def test_launches_add_to_every_gradient(executor):
+    q = doubles(0, *(2,) * 10, 1, 2)[::-1, :, ::-1, :, ::-1, :, ::-1, :, ::-1]
+    gradients(q, doubles(1, 3, 2), doubles(2, 3, 2), np.ones_like(q))
+    assert launched(executor).count("backward_dmma") > 2
+
+
+def test_strides_change_no_bit(executor):
+    """Rows that are no vectors, columns apart, and backwards; gradients too."""
+    arrays = operands(24, 24)
+    plain = gradients(*arrays)
+
+    def views(x):
+        apart = np.zeros((*x.shape[:-1], 2 * x.shape[-1] + 1))[..., ::2][..., :-1]
+        backwards = np.zeros_like(x)[:, ::-1, ::-1]
+        return apart, np.zeros_like(x.swapaxes(-1, -2)).swapaxes(-1, -2), backwards
+
+    for kind in range(3):
+        copies = [views(x)[kind] for x in arrays]
+        for copy, x in zip(copies, arrays, strict=True):
+            copy[...] = x
+        buffers = AttentionGrads(*(views(x)[kind] for x in arrays[:3]))
+        gradients(*copies, given={"grads": buffers})
+        for got, want in zip(buffers[:3], plain[:3], strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+# ---------------------------------------------------------------------------------------- accuracy
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_equal_terms(d, executor):
+    """Terms that are all alike, added one by one, would err in one direction: like their number."""
+    q, dout = np.full((4096, d), 0.1), np.full((4096, 8), 1.1)
+    k, v = np.full((40, d), 0.1), doubles(0, 40, 8)
+    grads = gradients(q, k, v, dout, given={"dlse": np.zeros(4096)})
+    assert np.abs(grads.dv * 40 / (4096 * 1.1) - 1).max() < 4e-15
+
+
+@pytest.mark.parametrize("scale", [1e30, -1e30, 1e-30, 0.0, 1e4])
+def test_scales_of_any_size(scale, executor):
+    gradients(*(doubles(seed, 4, 3) for seed in range(4)), scale=scale)
+
+
+def test_an_infinite_lse_is_nan_in_its_row(executor):
+    q, k, v, dout = (doubles(seed, 5, 4) for seed in range(4))
+    out, lse = cuflash.flash_attention(q, k, v, return_lse=True)
+    lse[2] = np.inf
+    grads = cuflash.flash_attention_vjp(dout, q, k, v, out, lse, method="mma")
+    assert np.isnan(grads.dq[2]).all()
+    assert np.isfinite(np.delete(grads.dq, 2, axis=0)).all()
+
+
+# -------------------------------------------------------------------------------------------- laws
+
+PROBLEMS = attention_problems(
+    dtypes=["float64"], borders=(16, 32, 64), max_tokens=70, max_features=70, max_batch_axes=2,
+    max_products=60_000,
+)  # fmt: skip
+SEQUENCES = varlen_problems(
+    dtypes=["float64"], borders=(16, 32), max_tokens=70, max_sequences=5, max_batch_axes=2,
+    max_products=400,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("law", GRADIENT_PROPERTIES)
+def test_property(law):
+    @settings(max_examples=max(1, settings().max_examples // 5))
+    @hypothesis.given(case=PROBLEMS, order=ORDERS)
+    def holds(case, order):
+        call = partial(cuflash.flash_attention_vjp, method="mma")
+        GRADIENT_PROPERTIES[law](on_host_cuda(call, order=order, limits=A100_LIKE), case)
+
+    holds()
+
+
+@pytest.mark.parametrize("law", VARLEN_GRADIENT_PROPERTIES)
+def test_sequences_end_to_end(law):
+    @settings(max_examples=max(1, settings().max_examples // 5))
+    @hypothesis.given(case=SEQUENCES, order=ORDERS)
+    def holds(case, order):
+        call = partial(cuflash.flash_attention_varlen_vjp, method="mma")
+        VARLEN_GRADIENT_PROPERTIES[law](on_host_cuda(call, order=order, limits=A100_LIKE), case)
+
+    holds()
+
+
+# ----------------------------------------------------------------------------------- planted faults
+
+DMMA, PUT_BACK = "attention/backward_dmma.cu", "attention/nonfinite_gradients.cuh"
+FAULTS = {
+    "no barrier before what is handed over": (
+        DMMA,
+        "__syncthreads();  // what is handed over is there",
+        "",
+    ),
+    "delta left out": (DMMA, "place_of(pairs, i) -= below;", ";"),
+    "slope of the softcap left out": (DMMA, "multiply_add(weight, slope[i], 0.0)", "weight"),
+    "rows without keys not told from others": (
+        DMMA,
+        "if (lse == -infinity<double>()) return x;",
+        "",
+    ),
+    "unseen pairs have weight": (
+        DMMA,
+        "place_of(dots, i) = seen ? weight : kUnseen<double>;",
+        "place_of(dots, i) = weight;",
+    ),
+    "unseen pairs have a gradient": (DMMA, "return unseen ? 0 :", "return"),
+    "mask not asked": (DMMA, "!(hidden >> i & 1)", "true"),
+    "queries of tiles before": (DMMA, "tile % Tile::kGroup == 0", "tile == 0"),
+    "no second turn for non-finite values": (
+        DMMA,
+        "damaged[warp_row + own_row(i) + g] = block.redo = true;",
+        ";",
+    ),
+    "non-finite values not cleared": (
+        DMMA,
+        "keep_finite<2 * kMet,",
+        "if (false) keep_finite<2 * kMet,",
+    ),
+    "non-finite values not put back": (PUT_BACK, "x = narrow<T>(widen(x) + total);", ";"),
+    "scale left out": (DMMA, "kOfKeys && !of_values ? 1 : block.score.scale", "1"),
+    "one entry of a sum left out": (
+        DMMA,
+        "for (int64 entry = 0; entry < p.summed; ++entry) {\n            block.enter(p, entry);\n"
+        "            const EntryBounds",
+        "for (int64 entry = p.summed > 1; entry < p.summed; ++entry) {\n"
+        "            block.enter(p, entry);\n            const EntryBounds",
+    ),
+    "sums of what is seen alone": (
+        DMMA,
+        "const bool shown = !see_nothing",
+        "const bool shown = see_nothing",
+    ),
+}
+LAWS = ("matches_oracle", "unseen_nonfinite_never_leaks", "nonfinite_row_reaches_only_what_it_sees")
+#: Those of the plain kernels, NaN in keys that no row sees, for masks hide them, and queries of
+#: more tiles than are looked up at a time.
+CASES = [
+    replace(case, dtype="float64")
+    for case in (
+        *FAULTY_CASES,
+        AttentionCase(tq=70, tk=80, d=40, dv=40, mask=(80,), unseen="nan"),
+        AttentionCase(tq=200, tk=20, d=4, dv=4),
+    )
+]
+
+
+def laws_of_doubles(**options):
+    for order in ("forward", "reverse"):
+        call = on_host_cuda(
+            partial(cuflash.flash_attention_vjp, method="mma"),
+            order=order, limits=A100_LIKE, **options,
+        )  # fmt: skip
+        for case in CASES:
+            for law in LAWS:
+                GRADIENT_PROPERTIES[law](call, case)
+
+
+def test_nothing_planted():
+    laws_of_doubles()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_found(fault):
+    with pytest.raises((AssertionError, RuntimeError)):
+        laws_of_doubles(edits=(Edit(*FAULTS[fault]),))
