@@ -36,8 +36,8 @@ class DmmaVjpTile:
             raise ValueError(f"pairs must lie in 2..16, got {self.pairs}")
         if self.row_tiles < 1 or self.blocks < 1:
             raise ValueError(f"row_tiles and blocks must be positive, got {self}")
-        if self.met < 16 or self.met % 16 or self.met > self.threads:
-            raise ValueError(f"met must be a multiple of 16 in 16..threads, got {self.met}")
+        if self.met not in (16, 32, 64, 128):
+            raise ValueError(f"met must be a power of 2 in 16..128, got {self.met}")
         if self.own > self.threads:
             raise ValueError(f"{self.threads} threads are too few for {self.own} rows")
         if self.width < 64 or self.width % 64:

@@ -201,15 +201,18 @@ __device__ __forceinline__ void visit_handed(unsigned char* own, Change change) 
 
 // --------------------------------------------------------------------------------------- products
 
-// pairs = own rows @ met rows^T. `own_row` and `own_met` are where a lane's first rows begin.
+// pairs = own rows @ met rows^T, which have `columns` columns. `own_row` and `own_met` are where a
+// lane's first rows begin.
 template <typename Tile>
 __device__ __forceinline__ void multiply_rows(PairFragments<Tile>& pairs,
                                               const unsigned char* own_row,
-                                              const unsigned char* own_met, int other) {
+                                              const unsigned char* own_met, int other,
+                                              int columns) {
     constexpr int kPitch = Tile::Rows::kPitch;
     constexpr int kBlock = 2;  // steps whose products are summed before they join the others
 #pragma unroll
     for (int start = 0; start < Tile::kFeatureSteps; start += kBlock) {
+        if (start > 0 && start * 16 >= columns) break;
         PairFragments<Tile> block = {};
 #pragma unroll
         for (int step = start; step < start + kBlock; ++step) {
@@ -242,16 +245,19 @@ __device__ __forceinline__ void multiply_rows(PairFragments<Tile>& pairs,
     }
 }
 
-// sums += pairs @ met rows. `own_met` is where a lane's value of its first row and 8 columns lies,
-// and `other` how far from there that of the next 8: the next row's are the other way round.
+// sums += pairs @ met rows, `columns` columns of them. `own_met` is where a lane's value of its
+// first row and 8 columns lies, and `other` how far from there that of the next 8: the next row's
+// are the other way round.
 template <typename Tile, int kTiles>
 __device__ __forceinline__ void add_rows(SumFragments<Tile, kTiles>& sums,
                                          const PairFragments<Tile>& pairs,
-                                         const unsigned char* own_met, int other) {
+                                         const unsigned char* own_met, int other, int columns) {
     constexpr int kPitch = Tile::Rows::kPitch;
     constexpr int kPass = 2;  // products that hide each other's latency
 #pragma unroll
     for (int start = 0; start < kTiles; start += kPass) {
+        // It also keeps the compiler from making all products before it adds the first of them.
+        if (start % 4 == 0 && start * 8 >= columns) break;
         SumFragments<Tile, kPass> block = {};
 #pragma unroll
         for (int step = 0; step < Tile::kMetSteps; ++step)
@@ -350,6 +356,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     const unsigned char* const met_columns = met + (kOfKeys && !of_values) * Tile::kMetBytes +
                                              8 * first_column + Rows::at(2 * t, g / 2) + g % 2 * 8;
     const int other_column = Rows::swap(2 * t) & 64 ? -64 : 64;
+    const int columns = int(kOfKeys && !of_values ? p.values : p.features) - first_column;
     unsigned char* const own_handed = handed + warp_row * kMet * 8 + lane * 16;
     SumFragments<Tile, kSumTiles> sums;
 
@@ -412,7 +419,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                                                 kOfKeys ? kWarpRows : kMet);
                 PairFragments<Tile> pairs;
                 if (shown) {
-                    multiply_rows<Tile>(pairs, own, met_rows + stage, other_chunk);
+                    multiply_rows<Tile>(pairs, own, met_rows + stage, other_chunk,
+                                        int(of_values ? p.values : p.features));
                     const QueryState<double>* const first = state + (kOfKeys ? 2 * t : g);
                     if (!of_values) {
                         PairFragments<Tile> bent;
@@ -459,7 +467,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                     __syncthreads();
                 }
                 if (shown)
-                    add_rows<Tile, kSumTiles>(sums, pairs, met_columns + stage, other_column);
+                    add_rows<Tile, kSumTiles>(sums, pairs, met_columns + stage, other_column,
+                                              columns);
             }
         }
         if (turn > 0) break;
