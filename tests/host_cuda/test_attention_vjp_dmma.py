@@ -1,6 +1,5 @@
 """Gradients on float64 tensor cores on the CPU: every tile of the table, with every pipeline."""
 
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +10,12 @@ from hypothesis import settings
 
 import cuflash
 from cuflash.device import attention_vjp_plans, attention_vjp_plans_dmma
-from cuflash.device.attention_vjp_plans_dmma import DMMA_VJP_SCORES, DMMA_VJP_TILES, DmmaVjpTile
+from cuflash.device.attention_vjp_plans_dmma import (
+    DMMA_VJP_SCORES,
+    DMMA_VJP_TILES,
+    DmmaVjpTile,
+    dmma_vjp_obstacle,
+)
 from cuflash.problem_vjp import AttentionGrads
 from cuflash.testing.bounds import assert_gradients_close, expect_gradients
 from cuflash.testing.gradients import GRADIENT_PROPERTIES
@@ -22,7 +26,7 @@ from tests.devices import H200
 from tests.host_cuda import builder
 from tests.host_cuda.builder import Edit
 from tests.host_cuda.test_attention import ORDERS, normal, on_host_cuda, use
-from tests.host_cuda.test_attention_vjp import FAULTY_CASES
+from tests.host_cuda.test_attention_vjp import FAULTY_CASES, problem_of
 
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
 
@@ -112,23 +116,16 @@ def test_tiles_are_chosen_by_shape_and_shared_memory():
         for limits in (H200, small)
     ]
     assert set(chosen) == {choice.tile for choice in DMMA_VJP_TILES}
-    for limits, expected in (
-        (H200, ("auto", "mma", "simt")),
-        (A100_LIKE, ("auto", "mma", "simt")),
-        (replace(H200, compute_capability="86"), ("auto", "simt")),
-        (tiny, ("auto", "simt")),
+    for limits, able in (
+        (H200, True),
+        (A100_LIKE, True),
+        (replace(H200, compute_capability="86"), False),
+        (tiny, False),
     ):
-        assert methods(limits, 64, 128) == expected
-        assert methods(limits, 64, 129) == ("auto", "simt")
-
-
-def methods(limits, d, dv):
-    """Return the methods that an error names."""
-    q, v = np.zeros((3, d)), np.zeros((3, dv))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="that can") as info:
-        use(patch, limits=limits)
-        cuflash.workspace_size(q, q, v, backward=True, method="wgmma")
-    return tuple(re.findall("'([a-z]+)'", str(info.value).split("that can:")[1]))
+        for width in (128, 129):
+            problem = problem_of(*[(3, width)] * 3, dtype=np.float64)
+            can = dmma_vjp_obstacle(problem, limits) is None
+            assert can == (able and width == 128)
 
 
 @pytest.mark.parametrize(
