@@ -80,11 +80,9 @@ class DmmaVjpChoice(NamedTuple):
 #: The first row that fits a problem, and a block's shared memory, is taken.
 DMMA_VJP_TILES = (
     DmmaVjpChoice(
-        64, DmmaVjpTile(4, 2, 16, 64, 1),
-        "32 rows a pair of warps: what is read of shared memory serves two products",
-    ),
-    DmmaVjpChoice(
-        64, DmmaVjpTile(2, 2, 16, 64, 1), "as above, in the 163 KB of a block of sm_80",
+        64, DmmaVjpTile(4, 1, 32, 64, 1),
+        "two products of a tile add to a sum at a time; with 32 rows a pair of warps, which read "
+        "shared memory less often, sums spill",
     ),
     DmmaVjpChoice(
         128, DmmaVjpTile(4, 1, 16, 128, 1),
@@ -96,15 +94,16 @@ DMMA_VJP_TILES = (
 )  # fmt: skip
 
 
-def _static_bytes(tile: DmmaVjpTile) -> int:
-    """Return the most that a block has beside: `VjpWork`, and what is known of its rows."""
-    return 1024 + 33 * tile.own + 64 * tile.met
+def _needed_bytes(tile: DmmaVjpTile, *, of_keys: bool) -> int:
+    """Return the most shared memory of a block, with `VjpWork` and what is known of its rows."""
+    queries = 128 if of_keys else tile.own
+    return tile.shared_bytes(of_keys=of_keys) + 640 + 32 * queries + tile.own
 
 
 def _tile(width: int, limits: DeviceLimits) -> DmmaVjpTile | None:
     """Return the first tile of the table for such heads that fits the device, if one does."""
     for choice in DMMA_VJP_TILES:
-        needed = choice.tile.shared_bytes(of_keys=False) + _static_bytes(choice.tile)
+        needed = max(_needed_bytes(choice.tile, of_keys=of_keys) for of_keys in (True, False))
         if width <= choice.width and needed <= limits.shared_per_block:
             return choice.tile
     return None
