@@ -15,7 +15,13 @@ import numpy as np
 from ..problem import ArraySpec, AttentionProblem, accumulator, c_strides
 from ..problem_vjp import AttentionVjpProblem
 from .attention_plans import SCORES, score_pipeline
-from .attention_vjp_plans_dmma import dmma_sweep, dmma_vjp_kernels, dmma_vjp_obstacle
+from .attention_vjp_plans_dmma import (
+    dmma_keys,
+    dmma_queries,
+    dmma_rows,
+    dmma_vjp_kernels,
+    dmma_vjp_obstacle,
+)
 from .attention_vjp_plans_mma import (
     mma_bias,
     mma_keys,
@@ -243,26 +249,30 @@ def _sweeps(
         by_key = [("dk",), ("dv",)]
     of_queries = asked("dq")
     score = score_pipeline(forward)
+    is_double = forward.dtype == np.float64
+    keys, queries = (dmma_keys, dmma_queries) if is_double else (mma_keys, mma_queries)
     if specs["dq_sums"] is not None:
-        yield "dq_sums", (), mma_rows("backward_mma_clear", forward)
+        clears, ends = (
+            (dmma_rows(forward, clears=True), dmma_rows(forward, clears=False))
+            if is_double
+            else (mma_rows("backward_mma_clear", forward), mma_rows("backward_mma_round", forward))
+        )
+        yield "dq_sums", (), clears
         for i, gradients in enumerate(by_key):
-            sweep = mma_keys(forward, score, limits, adds_queries=i == 0)
+            sweep = keys(forward, score, limits, adds_queries=i == 0)
             yield (*gradients, "k")[0], gradients, sweep
-        yield "dq", of_queries, mma_rows("backward_mma_round", forward)
+        yield "dq", of_queries, ends
     else:
         for gradients in filter(None, (*by_key, of_queries)):
-            of_keys = "dq" not in gradients
-            if method == "mma" and forward.dtype == np.float64:
-                sweep = dmma_sweep(forward, score, limits, of_keys=of_keys)
-            elif method == "mma":
-                sweep = (mma_keys if of_keys else mma_queries)(forward, score, limits)
+            if method == "mma":
+                sweep = (queries if "dq" in gradients else keys)(forward, score, limits)
             else:
                 sweep = _simt_sweep(forward, gradients, limits)
             yield gradients[0], gradients, sweep
     bias = specs["dbias"]
     if bias is not None:
         # Of float64 there is no kernel on tensor cores: it has few products, and many stores.
-        by_mma = method == "mma" and forward.dtype != np.float64
+        by_mma = method == "mma" and not is_double
         sweep = mma_bias(forward, bias, limits) if by_mma else _simt_bias(forward, bias, limits)
         yield "dbias", ("dbias",), sweep
 
@@ -317,7 +327,7 @@ def _simt_launch(
 #: Deltas begin at a multiple of this, and so does what follows them.
 _ALIGNMENT = 16
 #: Rows of sums of dq are of whole vectors of 16 bits, so that they are rounded by vectors.
-_SUM_COLUMNS, _SUM_TYPE = 8, np.dtype(np.float32)
+_SUM_COLUMNS = 8
 
 
 def vjp_workspace_bytes(problem: AttentionVjpProblem, limits: DeviceLimits) -> int:
@@ -345,13 +355,13 @@ def _aligned(place: int) -> int:
 def _dq_sums(problem: AttentionVjpProblem, method: str) -> ArraySpec | None:
     """Describe the array in which dq is summed by atomic additions, if it is to be."""
     dq = problem.grads.dq
-    by_atomics = method == "mma" and problem.forward.dtype != np.float64
-    if not by_atomics or problem.deterministic or dq is None:
+    if method != "mma" or problem.deterministic or dq is None:
         return None
     *batch, rows, features = dq.shape
     own = [size if step else 1 for size, step in zip(batch, dq.strides, strict=False)]
     shape = (*own, rows, -(-features // _SUM_COLUMNS) * _SUM_COLUMNS)
-    sums = ArraySpec(shape, c_strides(shape, _SUM_TYPE.itemsize), _SUM_TYPE)
+    acc = accumulator(problem.forward.dtype)
+    sums = ArraySpec(shape, c_strides(shape, acc.itemsize), acc)
     return sums.broadcast_to((*batch, *shape[-2:]), "dq_sums")
 
 

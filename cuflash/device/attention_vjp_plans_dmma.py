@@ -85,25 +85,32 @@ DMMA_VJP_TILES = (
         "shared memory less often, sums spill",
     ),
     DmmaVjpChoice(
+        64, DmmaVjpTile(4, 1, 16, 64, 1), "what fits in the 163 KB of a block of sm_80",
+    ),
+    DmmaVjpChoice(
         128, DmmaVjpTile(4, 1, 16, 128, 1),
         "sums of dk, or dv, take 128 registers; 64 rows leave room for two tiles of 16",
     ),
     DmmaVjpChoice(
-        128, DmmaVjpTile(2, 1, 16, 128, 1), "as above, in the 163 KB of a block of sm_80",
+        128, DmmaVjpTile(2, 1, 16, 128, 1), "as above, for sm_80",
     ),
 )  # fmt: skip
 
 
-def _needed_bytes(tile: DmmaVjpTile, *, of_keys: bool) -> int:
+#: Rows of a block of the kernel that clears sums and makes dq of them, and its threads.
+_SUM_ROWS, _SUM_THREADS = 32, 128
+
+
+def _needed_bytes(tile: DmmaVjpTile) -> int:
     """Return the most shared memory of a block, with `VjpWork` and what is known of its rows."""
-    queries = 128 if of_keys else tile.own
-    return tile.shared_bytes(of_keys=of_keys) + 640 + 32 * queries + tile.own
+    # Looked up are 128 queries at a time, or those that the block owns.
+    return tile.shared_bytes(of_keys=False) + 704 + 32 * 128 + tile.own
 
 
 def _tile(width: int, limits: DeviceLimits) -> DmmaVjpTile | None:
     """Return the first tile of the table for such heads that fits the device, if one does."""
     for choice in DMMA_VJP_TILES:
-        needed = max(_needed_bytes(choice.tile, of_keys=of_keys) for of_keys in (True, False))
+        needed = _needed_bytes(choice.tile)
         if width <= choice.width and needed <= limits.shared_per_block:
             return choice.tile
     return None
@@ -119,28 +126,60 @@ def dmma_vjp_obstacle(problem: AttentionProblem, limits: DeviceLimits) -> str | 
     return None
 
 
-def _backward_dmma(score: str, tile: DmmaVjpTile, *, of_keys: bool) -> KernelName:
-    arguments = (f"cuflash::{score}<double>", tile.expression, str(of_keys).lower())
-    return KernelName(
-        "attention/backward_dmma.cu", f"cuflash::backward_dmma<{', '.join(arguments)}>"
-    )
+def _backward_dmma(
+    score: str, tile: DmmaVjpTile, *, of_keys: bool, adds_queries: bool = False
+) -> KernelName:
+    flags = (str(flag).lower() for flag in (of_keys, adds_queries))
+    arguments = (f"cuflash::{score}<double>", tile.expression, *flags)
+    return _kernel(f"backward_dmma<{', '.join(arguments)}>")
 
 
-def dmma_sweep(
-    problem: AttentionProblem, score: str, limits: DeviceLimits, *, of_keys: bool
+def _kernel(expression: str) -> KernelName:
+    return KernelName("attention/backward_dmma.cu", f"cuflash::{expression}")
+
+
+def dmma_keys(
+    problem: AttentionProblem, score: str, limits: DeviceLimits, *, adds_queries: bool = False
 ) -> Sweep:
-    """Return the kernel that fills dk and dv, or dq, given the least pipeline for the options."""
+    """Return the kernel that fills dk and dv, and adds to sums of dq."""
+    return _sweep(problem, score, limits, problem.tk, of_keys=True, adds_queries=adds_queries)
+
+
+def dmma_queries(problem: AttentionProblem, score: str, limits: DeviceLimits) -> Sweep:
+    """Return the kernel that fills dq without atomic additions."""
+    return _sweep(problem, score, limits, problem.tq, of_keys=False, adds_queries=False)
+
+
+def _sweep(
+    problem: AttentionProblem,
+    score: str,
+    limits: DeviceLimits,
+    tokens: int,
+    *,
+    of_keys: bool,
+    adds_queries: bool,
+) -> Sweep:
     tile = _tile(max(problem.d, problem.dv), limits)
     if tile is None:
         raise ValueError("no tile fits: see dmma_vjp_obstacle")
-    tokens = problem.tk if of_keys else problem.tq
+    score = "RangedScore" if score != "FullScore" else score
     return Sweep(
-        _backward_dmma("RangedScore" if score != "FullScore" else score, tile, of_keys=of_keys),
+        _backward_dmma(score, tile, of_keys=of_keys, adds_queries=adds_queries),
         threads=tile.threads,
-        shared_bytes=tile.shared_bytes(of_keys=of_keys),
-        # Of sequences end to end the last tile may be a part: there is one more for each.
-        row_tiles=-(-tokens // tile.own) + (problem.sequences or 0),
+        shared_bytes=tile.shared_bytes(of_keys=of_keys and not adds_queries),
+        row_tiles=_row_tiles(problem, tokens, tile.own),
     )
+
+
+def dmma_rows(problem: AttentionProblem, *, clears: bool) -> Sweep:
+    """Return the kernel that clears sums of dq, or makes dq of them."""
+    kernel = _kernel(f"backward_dmma_sums<{str(clears).lower()}>")
+    return Sweep(kernel, _SUM_THREADS, 0, _row_tiles(problem, problem.tq, _SUM_ROWS))
+
+
+def _row_tiles(problem: AttentionProblem, tokens: int, rows: int) -> int:
+    """Return the tiles of an entry. Of sequences end to end the last may be a part of each."""
+    return -(-tokens // rows) + (problem.sequences or 0)
 
 
 def dmma_vjp_kernels(limits: DeviceLimits | None = None) -> Iterator[KernelName]:
@@ -153,5 +192,8 @@ def dmma_vjp_kernels(limits: DeviceLimits | None = None) -> Iterator[KernelName]
         tiles = [x for x in tiles if _tile(x.width, limits) == x]
     for tile in tiles:
         for score in DMMA_VJP_SCORES:
-            for of_keys in (True, False):
-                yield _backward_dmma(score, tile, of_keys=of_keys)
+            yield _backward_dmma(score, tile, of_keys=False)
+            for adds_queries in (False, True):
+                yield _backward_dmma(score, tile, of_keys=True, adds_queries=adds_queries)
+    for clears in ("true", "false"):
+        yield _kernel(f"backward_dmma_sums<{clears}>")

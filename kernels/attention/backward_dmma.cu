@@ -182,7 +182,8 @@ __device__ __forceinline__ void weigh_dots(PairFragments<Tile>& dots, PairFragme
 // dS times the slope, of P times the slope and dP less delta. NaN of an unseen pair is none.
 __device__ __forceinline__ double slope_of(double weight, double flow) {
     const bool unseen = __double2hiint(weight) == int(0x80000000) && __double2loint(weight) == 0;
-    return unseen ? 0 : multiply(weight, flow);
+    // A product that is -0 becomes +0: that of a seen pair is never kUnseen.
+    return unseen ? kUnseen<double> : multiply_add(weight, flow, 0.0);
 }
 
 // A thread's place among what its pair of warps hands over, by two neighbours.
@@ -288,6 +289,84 @@ __device__ __forceinline__ void add_rows(SumFragments<Tile, kTiles>& sums,
     }
 }
 
+// Adds dS o g of a tile of pairs, times the block's keys, to the sums of dq: `rows` of them from
+// `first_row` on. The warps share the columns.
+template <typename Tile>
+__device__ __forceinline__ void add_queries(const Matrix<double>& to, int64 first_row, int rows,
+                                            const unsigned char* slopes, const unsigned char* keys,
+                                            int columns) {
+    using Rows = typename Tile::Rows;
+    constexpr int kTiles = Tile::kWidth / 8 / (2 * Tile::kPairs);
+    constexpr int kQueryTiles = Tile::kMetTiles / 2;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int first_tile = threadIdx.x / 32 * kTiles, odd = first_tile % 2;
+    if (8 * first_tile >= columns) return;
+    // Lane (g, t) takes keys 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16, and query g of each 8.
+    const unsigned char* const own_slope = slopes + (8 * t + g / 2 ^ 2 * t) * 16 + g % 2 * 8;
+    const int other_slope = (8 * t + g / 2 ^ 2 * t) & 4 ? -64 : 64;
+    const unsigned char* const own_key =
+        keys + first_tile / 2 * 128 + Rows::at(2 * t, g / 2) + g % 2 * 8;
+    const int other_key = Rows::swap(2 * t) & 64 ? -64 : 64;
+    double sums[kQueryTiles][kTiles][4] = {};
+#pragma unroll
+    for (int step = 0; step < Tile::kOwn / 16; ++step) {
+        double a[kQueryTiles][8];
+#pragma unroll
+        for (int m = 0; m < kQueryTiles; ++m)
+#pragma unroll
+            for (int part = 0; part < 8; ++part)
+                a[m][part] = *reinterpret_cast<const double*>(
+                    own_slope + step * Tile::kMet * 128 +
+                    ((2 * m + part % 2) * 2 + part / 4) * 512 + part / 2 % 2 * other_slope);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+            double b[4];
+#pragma unroll
+            for (int part = 0; part < 4; ++part) {
+                const int row = step * 16 + part / 2 * 8 + part % 2;
+                b[part] =
+                    *reinterpret_cast<const double*>(own_key + n / 2 * 128 + row * Rows::kPitch +
+                                                     ((n ^ part) & 1 ^ odd) * other_key);
+            }
+#pragma unroll
+            for (int m = 0; m < kQueryTiles; ++m) MatrixProduct<double>::add(sums[m][n], a[m], b);
+        }
+    }
+    const int own_column = 8 * first_tile + 2 * t;
+    double* const own = &to.at(first_row + g, own_column);
+#pragma unroll
+    for (int i = 0; i < 2 * kQueryTiles; ++i)
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if (g + 8 * i < rows && own_column + 8 * n + e < columns)
+                    atomicAdd(own + 8 * i * to.row_stride + 8 * n + e,
+                              sums[i / 2][n][i % 2 * 2 + e]);
+}
+
+// The same where keys are not finite: what no row sees of them stays out.
+template <typename Tile, typename Score>
+__device__ __noinline__ void add_queries_one_by_one(const Matrix<double>& to, int64 first_row,
+                                                    int rows, const unsigned char* slopes,
+                                                    const VjpParameters& p,
+                                                    const VjpWork<double, Score>& block) {
+    const int keys = int(min(block.score.bounds.keys - block.first, int64(Tile::kOwn)));
+    const int features = int(p.features);
+    for (int i = threadIdx.x; i < rows * features; i += Tile::kThreads) {
+        const int row = i / features, column = i % features;
+        double sum = 0;
+        for (int key = 0; key < keys; ++key) {
+            const int slot = key % 8 * 4 + row % 8 / 2 ^ key % 8 / 2 * 2;
+            const double slope = *reinterpret_cast<const double*>(
+                slopes + key / 16 * Tile::kMet * 128 + (row / 8 * 2 + key / 8 % 2) * 512 +
+                slot * 16 + row % 2 * 8);
+            if (!is_unseen(slope)) sum += slope * block.k.at(block.first + key, column);
+        }
+        atomicAdd(&to.at(first_row + row, column), sum);
+    }
+}
+
 // ---------------------------------------------------------------------------------------- results
 
 // Stores a warp's sums times a factor: rows and columns from `first_row` and `first_column` on.
@@ -324,7 +403,7 @@ __device__ __forceinline__ void store_sums(const SumFragments<Tile, kTiles>& sum
 
 // ----------------------------------------------------------------------------------------- kernel
 
-template <typename Score, typename Tile, bool kOfKeys>
+template <typename Score, typename Tile, bool kOfKeys, bool kAddsQueries>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     backward_dmma(const __grid_constant__ VjpParameters p) {
     using Rows = typename Tile::Rows;
@@ -357,7 +436,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                                              8 * first_column + Rows::at(2 * t, g / 2) + g % 2 * 8;
     const int other_column = Rows::swap(2 * t) & 64 ? -64 : 64;
     const int columns = int(kOfKeys && !of_values ? p.values : p.features) - first_column;
-    unsigned char* const own_handed = handed + warp_row * kMet * 8 + lane * 16;
+    unsigned char* const own_handed = handed + warp_row * kMet * 8 + (lane ^ g / 2 % 4 * 2) * 16;
+    unsigned char* const slopes = handed + Tile::kHandedBytes;  // dS o g, if dq is summed
+    __shared__ bool keys_damaged;
+    __shared__ Matrix<double> dq_sums;
     SumFragments<Tile, kSumTiles> sums;
 
     // A second turn only after non-finite values: see lib/nonfinite.cuh.
@@ -398,6 +480,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
             start_operands<kOfKeys, Tile, kOwn>(shared, p, block, block.first);
             load_tile(0);
+            if (kAddsQueries && threadIdx.x == 0) {
+                keys_damaged = false;
+                dq_sums = Matrix<double>::of(p.dq_sums, p.batch, block.index);
+            }
             commit_copies();
             if (!kOfKeys) read_states(0);
 #pragma unroll 1
@@ -409,6 +495,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 commit_copies();
                 if (kOfKeys && tile % Tile::kGroup == 0) {
                     read_states(tile);
+                    if (kAddsQueries && tile == 0 &&
+                        has_nonfinite<kOwn, Tile::kWidth, kThreads, double>(shared))
+                        keys_damaged = true;
                     __syncthreads();
                 }
 
@@ -462,6 +551,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                                                x = of_values ? slope_of(y, x) : slope_of(x, y);
                                            }
                                        });
+                if (kAddsQueries && of_values)
+                    visit_handed<Tile>(own_handed + Tile::kHandedBytes, [&](Vector<double>& place,
+                                                                            int m, int j, int e) {
+                        const double none = kUnseen<double>;
+                        place = {shown ? pairs[m][j][e] : none, shown ? pairs[m][j][e + 1] : none};
+                    });
                 if (turn > 0) {
                     keep_finite<2 * kMet, Tile::kWidth, kThreads, double>(met + stage);
                     __syncthreads();
@@ -469,6 +564,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 if (shown)
                     add_rows<Tile, kSumTiles>(sums, pairs, met_columns + stage, other_column,
                                               columns);
+                if (kAddsQueries && turn == 0) {
+                    __syncthreads();  // all slopes are there
+                    const int64 row = start + tile * kMet;
+                    const int rows = int(min(bounds.queries - row, int64(kMet)));
+                    if (keys_damaged)
+                        add_queries_one_by_one<Tile>(dq_sums, row, rows, slopes, p, block);
+                    else
+                        add_queries<Tile>(dq_sums, row, rows, slopes, shared, int(p.features));
+                }
             }
         }
         if (turn > 0) break;
@@ -502,6 +606,26 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll 1
         for (int64 row = block.first + warp; row < block.end; row += kThreads / 32)
             if (damaged[row - block.first]) put_back<kOfKeys>(p, block, row);
+    }
+}
+
+// Sums of dq of a tile of rows: 0, where atomic additions begin; or, in the end, dq: scale times
+// them.
+template <bool kClears>
+__global__ void __launch_bounds__(128) backward_dmma_sums(const __grid_constant__ VjpParameters p) {
+    constexpr int kRows = 32;
+    __shared__ VjpWork<double, RangedScore<double>> block;
+    if (!block.template begin<false>(p, kRows)) return;
+    const Matrix<double> sums = Matrix<double>::of(p.dq_sums, p.batch, block.index);
+    const Matrix<double> to = Matrix<double>::of(p.dq, p.batch, block.index);
+    const int columns = int(kClears ? sums.row_stride : p.features);
+    const int rows = int(block.end - block.first);
+    for (int i = threadIdx.x; i < rows * columns; i += blockDim.x) {
+        const int64 row = block.first + i / columns;
+        if (kClears)
+            sums.at(row, i % columns) = 0;
+        else
+            to.at(row, i % columns) = sums.at(row, i % columns) * block.score.scale;
     }
 }
 

@@ -241,20 +241,6 @@ __device__ __forceinline__ void add_product(ValueFragments<Part>& sums, unsigned
 
 // ------------------------------------------------------------------------------ non-finite values
 
-// Whether a tile that has arrived has NaN or inf, for the threads that see some: to be called by
-// all.
-template <int kRows, int kColumns, int kThreads, typename T>
-__device__ __forceinline__ bool has_nonfinite(const unsigned char* tile) {
-    float zero = 0;  // times NaN or inf it is NaN
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kRows * kColumns / kVector<T>; i += kThreads) {
-        const Vector<T> x = reinterpret_cast<const Vector<T>*>(tile)[i];
-#pragma unroll
-        for (int e = 0; e < kVector<T>; ++e) zero = multiply_add(widen(x.element[e]), 0, zero);
-    }
-    return zero != 0;
-}
-
 // Tells, bit by bit, which of a thread's rows of sums have met NaN or inf.
 template <typename Part>
 __device__ __forceinline__ unsigned damaged_rows(const ValueFragments<Part>& sums) {

@@ -5,6 +5,20 @@
 
 namespace cuflash {
 
+// Whether a tile that has arrived has NaN or inf, for the threads that see some: to be called by
+// all.
+template <int kRows, int kColumns, int kThreads, typename T>
+__device__ __forceinline__ bool has_nonfinite(const unsigned char* tile) {
+    Accumulator<T> zero = 0;  // times NaN or inf it is NaN
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kRows * kColumns / kVector<T>; i += kThreads) {
+        const Vector<T> x = reinterpret_cast<const Vector<T>*>(tile)[i];
+#pragma unroll
+        for (int e = 0; e < kVector<T>; ++e) zero = multiply_add(widen(x.element[e]), 0, zero);
+    }
+    return zero != 0;
+}
+
 template <typename A>
 __device__ __forceinline__ A reduce_warp(A x) {
     for (int bit = 1; bit < 32; bit *= 2) x += __shfl_xor_sync(kFullWarp, x, bit);

@@ -100,10 +100,12 @@ def test_tile(choice, score, executor, take):
     if "key_lengths" in options:
         k[:, options["key_lengths"] :] = v[:, options["key_lengths"] :] = np.nan
         q[:, options["query_lengths"] :] = dout[:, options["query_lengths"] :] = np.nan
-    gradients(q, k, v, dout, **options)
     wanted = f"backward_dmma<cuflash::{score}<double>, {choice.tile.expression}"
-    launched = [launch.kernel.expression for launch in executor.launched]
-    assert sum(wanted in expression for expression in launched) == 2
+    for deterministic in (False, True):
+        executor.launched.clear()
+        gradients(q, k, v, dout, given={"deterministic": deterministic}, **options)
+        launched = [launch.kernel.expression for launch in executor.launched]
+        assert sum(wanted in expression for expression in launched) == 1 + deterministic
 
 
 def test_tiles_are_chosen_by_shape_and_shared_memory():
@@ -156,45 +158,58 @@ def launched(executor):
     return names[names.index("row_deltas") :]
 
 
-def test_one_sweep_for_keys_and_one_for_queries(executor):
-    """The same ones, with the same bits, whether or not they are asked to have these."""
+def test_dq_by_atomics_unless_deterministic(executor):
+    """dk and dv have the same bits either way; sums of dq are in the workspace."""
     q, k, v, dout = operands(64, 64)
     one = gradients(q, k, v, dout, causal=True)
-    assert launched(executor) == ["row_deltas", "backward_dmma", "backward_dmma"]
+    sums = "backward_dmma_sums"
+    assert launched(executor) == ["row_deltas", sums, "backward_dmma", sums]
+    executor.launched.clear()
     two = gradients(q, k, v, dout, causal=True, given={"deterministic": True})
-    for x, y in zip(one[:3], two[:3], strict=True):
-        np.testing.assert_array_equal(x, y)
-    assert cuflash.workspace_size(q, k, v, backward=True, method="mma") <= 8 * 2 * TQ + 16
+    assert launched(executor) == ["row_deltas", "backward_dmma", "backward_dmma"]
+    np.testing.assert_array_equal(one.dk, two.dk)
+    np.testing.assert_array_equal(one.dv, two.dv)
+    need = cuflash.workspace_size(q, k, v, backward=True, method="mma")
+    assert need <= 8 * 2 * TQ * 65 + 32
 
 
-def test_each_gradient_alone_has_the_same_bits(executor):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_each_gradient_alone_has_the_same_bits(deterministic, executor):
     q, k, v, dout = operands(40, 24)
-    everything = gradients(q, k[:1], v, dout, causal=True)
+    given = {"deterministic": deterministic}
+    everything = gradients(q, k[:1], v, dout, causal=True, given=given)
     for name, x in zip(("dq", "dk", "dv"), (q, k[:1], v), strict=True):
         buffer = np.full_like(x, np.nan)
-        gradients(q, k[:1], v, dout, causal=True, given={"grads": AttentionGrads(**{name: buffer})})
+        asked = {**given, "grads": AttentionGrads(**{name: buffer})}
+        gradients(q, k[:1], v, dout, causal=True, given=asked)
         np.testing.assert_array_equal(buffer, getattr(everything, name))
 
 
-def test_operands_that_broadcast(executor):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_operands_that_broadcast(deterministic, executor):
     """Heads of a group, one query for all, keys of all and values of each, all at once."""
+    given = {"deterministic": deterministic}
     q, k, v = doubles(0, 3, 1, 33, 16), doubles(1, 1, 2, 40, 16), doubles(2, 3, 1, 40, 20)
     dout = doubles(3, 3, 2, 33, 20)
-    gradients(q, k, v, dout, sinks=doubles(4, 2), bias=doubles(5, 33, 1))
-    gradients(q[:1, 0], k, v, dout)
+    gradients(q, k, v, dout, given=given, sinks=doubles(4, 2), bias=doubles(5, 33, 1))
+    gradients(q[:1, 0], k, v, dout, given=given)
     assert "backward_bias" in launched(executor)
 
 
-def test_launches_add_to_every_gradient(executor):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_launches_add_to_every_gradient(deterministic, executor):
     q = doubles(0, *(2,) * 10, 1, 2)[::-1, :, ::-1, :, ::-1, :, ::-1, :, ::-1]
-    gradients(q, doubles(1, 3, 2), doubles(2, 3, 2), np.ones_like(q))
+    given = {"deterministic": deterministic}
+    gradients(q, doubles(1, 3, 2), doubles(2, 3, 2), np.ones_like(q), given=given)
     assert launched(executor).count("backward_dmma") > 2
 
 
-def test_strides_change_no_bit(executor):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_strides_change_no_bit(deterministic, executor):
     """Rows that are no vectors, columns apart, and backwards; gradients too."""
     arrays = operands(24, 24)
-    plain = gradients(*arrays)
+    given = {"deterministic": deterministic}
+    plain = gradients(*arrays, given=given)
 
     def views(x):
         apart = np.zeros((*x.shape[:-1], 2 * x.shape[-1] + 1))[..., ::2][..., :-1]
@@ -206,7 +221,7 @@ def test_strides_change_no_bit(executor):
         for copy, x in zip(copies, arrays, strict=True):
             copy[...] = x
         buffers = AttentionGrads(*(views(x)[kind] for x in arrays[:3]))
-        gradients(*copies, given={"grads": buffers})
+        gradients(*copies, given={**given, "grads": buffers})
         for got, want in zip(buffers[:3], plain[:3], strict=True):
             np.testing.assert_array_equal(got, want)
 
@@ -306,6 +321,23 @@ FAULTS = {
         "if (false) keep_finite<2 * kMet,",
     ),
     "non-finite values not put back": (PUT_BACK, "x = narrow<T>(widen(x) + total);", ";"),
+    "slopes added before all are there": (
+        DMMA,
+        "__syncthreads();  // all slopes are there",
+        "",
+    ),
+    "slopes of pairs that are left out": (
+        DMMA,
+        "shown ? pairs[m][j][e] : none,",
+        "pairs[m][j][e],",
+    ),
+    "non-finite keys multiplied by 0": (DMMA, "keys_damaged = true;", ";"),
+    "sums of dq not cleared": (DMMA, "sums.at(row, i % columns) = 0;", ";"),
+    "scale of dq left out": (
+        DMMA,
+        "sums.at(row, i % columns) * block.score.scale",
+        "sums.at(row, i % columns)",
+    ),
     "scale left out": (DMMA, "kOfKeys && !of_values ? 1 : block.score.scale", "1"),
     "one entry of a sum left out": (
         DMMA,
@@ -334,11 +366,13 @@ CASES = [
 
 
 def laws_of_doubles(**options):
-    for order in ("forward", "reverse"):
-        call = on_host_cuda(
-            partial(cuflash.flash_attention_vjp, method="mma"),
-            order=order, limits=A100_LIKE, **options,
-        )  # fmt: skip
+    """By both ways to dq; atomic additions have an order on the CPU."""
+    for order, deterministic in (("forward", False), ("reverse", False), ("reverse", True)):
+        run = on_host_cuda(cuflash.flash_attention_vjp, order=order, limits=A100_LIKE, **options)
+
+        def call(*args, run=run, deterministic=deterministic, **given):
+            return run(*args, **(given | {"method": "mma", "deterministic": deterministic}))
+
         for case in CASES:
             for law in LAWS:
                 GRADIENT_PROPERTIES[law](call, case)
