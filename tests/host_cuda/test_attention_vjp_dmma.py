@@ -307,7 +307,7 @@ FAULTS = {
         "place_of(dots, i) = seen ? weight : kUnseen<double>;",
         "place_of(dots, i) = weight;",
     ),
-    "unseen pairs have a gradient": (DMMA, "return unseen ? 0 :", "return"),
+    "unseen pairs have a gradient": (DMMA, "return unseen ? kUnseen<double> :", "return"),
     "mask not asked": (DMMA, "!(hidden >> i & 1)", "true"),
     "queries of tiles before": (DMMA, "tile % Tile::kGroup == 0", "tile == 0"),
     "no second turn for non-finite values": (
