@@ -15,6 +15,13 @@ import numpy as np
 from ..problem import ArraySpec, AttentionProblem, accumulator, c_strides
 from ..problem_vjp import AttentionVjpProblem
 from .attention_plans import SCORES, score_pipeline
+from .attention_vjp_plans_dmma import (
+    dmma_keys,
+    dmma_queries,
+    dmma_rows,
+    dmma_vjp_kernels,
+    dmma_vjp_obstacle,
+)
 from .attention_vjp_plans_mma import (
     mma_bias,
     mma_keys,
@@ -184,7 +191,7 @@ def attention_vjp_kernels(
         for name, score in product(("backward_keys", "backward_queries"), SCORES):
             yield _backward_simt(name, dtype, score, tile)
         yield _backward_simt("backward_bias", dtype, "FullScore", tile)
-    yield from mma_vjp_kernels(dtype, limits)
+    yield from dmma_vjp_kernels(limits) if dtype == np.float64 else mma_vjp_kernels(dtype, limits)
     yield _backward_rows("row_deltas", acc)
     yield _backward_rows("sink_gradients", acc)
     yield from wgmma_vjp_kernels(dtype)
@@ -197,9 +204,10 @@ def attention_vjp_obstacles(
     problem: AttentionVjpProblem, limits: DeviceLimits
 ) -> dict[str, str | None]:
     """Return why each kernel family cannot run a problem, None if it can, the fastest first."""
+    by_mma = dmma_vjp_obstacle if problem.forward.dtype == np.float64 else mma_vjp_obstacle
     return {
         "wgmma": wgmma_vjp_obstacle(problem, limits),
-        "mma": mma_vjp_obstacle(problem, limits),
+        "mma": by_mma(problem.forward, limits),
         "simt": None,
     }
 
@@ -236,27 +244,35 @@ def _sweeps(
     # Of sequences end to end the last tile of rows may be a part: there is one more for each.
     tiles = -(-forward.tq // _DELTA_ROWS) + (forward.sequences or 0)
     yield "delta", (), Sweep(_backward_rows("row_deltas", acc), _DELTA_THREADS, 0, tiles)
-    of_keys = [asked("dk", "dv")]
+    by_key = [asked("dk", "dv")]
     if not _summed_alike(specs["dk"], specs["dv"], len(forward.batch_shape)):
-        of_keys = [("dk",), ("dv",)]
+        by_key = [("dk",), ("dv",)]
     of_queries = asked("dq")
     score = score_pipeline(forward)
+    is_double = forward.dtype == np.float64
+    keys, queries = (dmma_keys, dmma_queries) if is_double else (mma_keys, mma_queries)
     if specs["dq_sums"] is not None:
-        yield "dq_sums", (), mma_rows("backward_mma_clear", forward)
-        for i, gradients in enumerate(of_keys):
-            sweep = mma_keys(forward, score, limits, adds_queries=i == 0)
+        clears, ends = (
+            (dmma_rows(forward, clears=True), dmma_rows(forward, clears=False))
+            if is_double
+            else (mma_rows("backward_mma_clear", forward), mma_rows("backward_mma_round", forward))
+        )
+        yield "dq_sums", (), clears
+        for i, gradients in enumerate(by_key):
+            sweep = keys(forward, score, limits, adds_queries=i == 0)
             yield (*gradients, "k")[0], gradients, sweep
-        yield "dq", of_queries, mma_rows("backward_mma_round", forward)
+        yield "dq", of_queries, ends
     else:
-        for gradients in filter(None, (*of_keys, of_queries)):
+        for gradients in filter(None, (*by_key, of_queries)):
             if method == "mma":
-                sweep = (mma_queries if "dq" in gradients else mma_keys)(forward, score, limits)
+                sweep = (queries if "dq" in gradients else keys)(forward, score, limits)
             else:
                 sweep = _simt_sweep(forward, gradients, limits)
             yield gradients[0], gradients, sweep
     bias = specs["dbias"]
     if bias is not None:
-        by_mma = method == "mma"
+        # Of float64 there is no kernel on tensor cores: it has few products, and many stores.
+        by_mma = method == "mma" and not is_double
         sweep = mma_bias(forward, bias, limits) if by_mma else _simt_bias(forward, bias, limits)
         yield "dbias", ("dbias",), sweep
 
@@ -311,7 +327,7 @@ def _simt_launch(
 #: Deltas begin at a multiple of this, and so does what follows them.
 _ALIGNMENT = 16
 #: Rows of sums of dq are of whole vectors of 16 bits, so that they are rounded by vectors.
-_SUM_COLUMNS, _SUM_TYPE = 8, np.dtype(np.float32)
+_SUM_COLUMNS = 8
 
 
 def vjp_workspace_bytes(problem: AttentionVjpProblem, limits: DeviceLimits) -> int:
@@ -344,7 +360,8 @@ def _dq_sums(problem: AttentionVjpProblem, method: str) -> ArraySpec | None:
     *batch, rows, features = dq.shape
     own = [size if step else 1 for size, step in zip(batch, dq.strides, strict=False)]
     shape = (*own, rows, -(-features // _SUM_COLUMNS) * _SUM_COLUMNS)
-    sums = ArraySpec(shape, c_strides(shape, _SUM_TYPE.itemsize), _SUM_TYPE)
+    acc = accumulator(problem.forward.dtype)
+    sums = ArraySpec(shape, c_strides(shape, acc.itemsize), acc)
     return sums.broadcast_to((*batch, *shape[-2:]), "dq_sums")
 
 

@@ -9,7 +9,6 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from ..problem import ArraySpec, AttentionProblem
-from ..problem_vjp import AttentionVjpProblem
 from .attention_plans_mma import MmaTile, full_mma_obstacle, is_foldable
 from .attention_vjp_stages import Sweep, bias_tiles
 from .compiler import KernelName
@@ -185,9 +184,9 @@ _SYSTEM_SHARED = 1024
 _SUM_ROWS, _SUM_THREADS = 32, 128
 
 
-def mma_vjp_obstacle(problem: AttentionVjpProblem, limits: DeviceLimits) -> str | None:
+def mma_vjp_obstacle(problem: AttentionProblem, limits: DeviceLimits) -> str | None:
     """Return why tensor cores cannot compute these gradients; None if they can."""
-    return full_mma_obstacle(problem.forward, limits)
+    return full_mma_obstacle(problem, limits)
 
 
 def vjp_mma_tile(

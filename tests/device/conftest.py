@@ -14,6 +14,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 #: The compute capabilities that have what a kernel is made of, where not all have it.
 _CAPABLE = {
+    "attention/backward_dmma.cu": lambda capability: capability >= 80,
     "attention/backward_mma.cu": lambda capability: capability >= 80,
     "attention/decode_mma.cu": lambda capability: capability >= 80,
     "attention/forward_dmma.cu": lambda capability: capability >= 80,

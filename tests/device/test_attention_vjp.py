@@ -109,7 +109,12 @@ def summed(x, shape):
     return x.sum(axis=axes, keepdims=True)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "method"),
+    [(name, "auto") for name in ("float64", "float32", "float16", "bfloat16")]
+    # Where float64 has tensor cores, what they do not take is left to the plain kernels.
+    + [("float64", "simt")],
+)
 @pytest.mark.parametrize(
     ("tokens", "features", "options"),
     [
@@ -119,7 +124,7 @@ def summed(x, shape):
         ((300, 2000), (20, 30), {"causal": True, "bias": True}),
     ],
 )
-def test_larger_problems(tokens, features, options, dtype):
+def test_larger_problems(tokens, features, options, dtype, method):
     (tq, tk), (d, dv) = tokens, features
     q, dout, dlse = (normal(seed, 2, 4, tq, size) for seed, size in enumerate((d, dv, 1)))
     k, v = normal(3, 2, 1, tk, d), normal(4, 4, tk, dv)
@@ -130,7 +135,9 @@ def test_larger_problems(tokens, features, options, dtype):
         options["bias"] = bias = normal(5, 4, 1, tk)
     out, lse = cuflash.flash_attention(q, k, v, return_lse=True, **options)
     dlse = dlse[..., 0].astype(lse.dtype)
-    grads = cuflash.flash_attention_vjp(dout, q, k, v, out, lse, dlse=dlse, **options)
+    grads = cuflash.flash_attention_vjp(
+        dout, q, k, v, out, lse, dlse=dlse, method=method, **options
+    )
     if not options.pop("causal", False):
         seen[...] = True
     expected = formula(dout, q, k, v, dlse, seen, **(options | {"bias": bias}))
@@ -313,7 +320,7 @@ def test_lengths_on_the_device_are_not_read_by_the_host():
     assert_gradients_close(AttentionGrads(*map(cupy.asnumpy, grads[:3])), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_thirty_runs_are_bit_equal(dtype):
     q, k, v = normal(0, 2, 8, 500, 64), normal(1, 2, 1, 500, 64), normal(2, 1, 8, 500, 64)
     q, k, v, bias = (x.astype(dtype_of(dtype)) for x in (q, k, v, normal(3, 8, 1, 500)))
