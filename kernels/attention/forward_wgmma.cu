@@ -22,6 +22,7 @@
 #include "attention/fragments.cuh"
 #include "attention/wgmma_producer.cuh"
 #include "attention/wgmma_results.cuh"
+#include "attention/wgmma_scores.cuh"
 #include "lib/nonfinite.cuh"
 #include "lib/ptx_wgmma.cuh"
 
@@ -52,7 +53,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     using Results = WarpResults<T, Score, Tile>;
     using Results::finish, Results::put_back;
     using Results::group, Results::p, Results::rooms;
-    using Results::lane, Results::own_row, Results::part_of, Results::warp;
+    using Results::lane, Results::own_row, Results::part_of, Results::warp, Results::warp_row;
     using typename Results::Inverses, typename Results::Pair;
     using typename Results::RoomsType, typename Results::SlotType;
     static constexpr int kKeyTiles = Tile::kKeyTiles, kValueTiles = Tile::kValueTiles;
@@ -69,13 +70,15 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     float out[kValueTiles][4];
     unsigned weights[Tile::kKeySteps][4];
     FragmentRow state[2];
+    TileOptions<Score, Tile> options;
+    bool large;  // some reference of the warp is: options alone lead there
 
     __device__ __forceinline__ Consumer(const WgmmaParameters& p, const RoomsType& rooms, int group)
         : Results{p, rooms, group},
           part(group),
-          unit(float(p.attention.score.scale) * kLog2OfE),
+          unit(Score::kScales ? kLog2OfE : float(p.attention.score.scale) * kLog2OfE),
           queries{group} {
-        static_assert(!Score::kPerPair, "scores are not changed pair by pair");
+        static_assert(!(Score::kPerPair && Tile::kTopless), "scores are not there to start over");
     }
 
     __device__ __forceinline__ void run() {
@@ -99,6 +102,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             multiply_keys();
             commit_products();
             pass_turn();
+            start_options(*current, current->seen_end[part] - 1);
             wait_for_products<0>();
             pin(s);
             free_keys();
@@ -163,6 +167,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         multiply_values(accumulate);
         commit_products();
         pass_turn();
+        start_options(next, next.seen_end[part] - 1);
         wait_for_products<1>();
         pin(s);
         free_keys();
@@ -236,6 +241,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         multiply_values(accumulate);
         commit_products();
         pass_turn();
+        start_options(current, tile);
         wait_for_products<1>();
         pin(s);
         float factor[2] = {1, 1};
@@ -251,7 +257,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             state[0].l += sum[0];
             state[1].l += sum[1];
         } else {
-            hide_unseen(current, tile);
+            make_scores(current, tile);
             rose = raise(factor);
             float sum[2];
             weigh(sum);
@@ -281,10 +287,26 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             current.block.work.split == 0 ? current.block.score.sink : -infinity<float>();
 #pragma unroll
         for (int i = 0; i < 2; ++i) state[i].begin(sink, lane() % 4 == 0);
+        if (Score::kPerPair) large = have_large(state);
+    }
+
+    // Sends for what options have of a tile, before the wait for its product.
+    __device__ __forceinline__ void start_options(const SlotType& current, int tile) {
+        if (Score::kPerPair)
+            options.start(p.attention.score, current.block.score, corner_of(current, tile));
+    }
+    // Dot products become scores, but for the scale if nothing else needs it.
+    __device__ __forceinline__ void make_scores(const SlotType& current, int tile) {
+        if (Score::kPerPair)
+            options.change(s, p.attention.score, current.block.score, corner_of(current, tile));
+        hide_unseen(current, tile);
+    }
+    __device__ __forceinline__ TileCorner corner_of(const SlotType& current, int tile) const {
+        return {current.block.first_row + warp_row(part), current.first_key + tile * Tile::kKeys};
     }
 
     __device__ __forceinline__ void first_softmax(const SlotType& current) {
-        hide_unseen(current, current.seen_end[part] - 1);
+        make_scores(current, current.seen_end[part] - 1);
         float factor[2], sum[2];
         raise(factor);
         weigh(sum);
@@ -292,7 +314,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         state[1].l += sum[1];
     }
 
-    // Dot products become scores, but for the scale: -inf where a pair is unseen.
+    // -inf where a pair is unseen by its position.
     __device__ __forceinline__ void hide_unseen(const SlotType& current, int tile) {
         if (tile >= current.whole_begin[part] && tile < current.whole_end[part]) return;
         const int first_key = tile * Tile::kKeys + lane() % 4 * 2;
@@ -342,11 +364,22 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             tops[i] = reduce_quad(tops[i], [](float a, float b) { return maximum(a, b); });
             factor[i] = state[i].raise(tops[i], unit);
         }
+        if (Score::kPerPair) large = have_large(state);
         return true;
     }
 
     // Scores become weights, summed a row.
     __device__ __forceinline__ void weigh(float (&sum)[2]) {
+        if (Score::kPerPair && large)
+            weigh_by(sum, [&](int i, float x) {
+                return state[i].is_large() ? state[i].weight_of_large(x, unit, 0)
+                                           : state[i].weight(x, unit);
+            });
+        else
+            weigh_by(sum, [&](int i, float x) { return state[i].weight(x, unit); });
+    }
+    template <typename WeightOf>
+    __device__ __forceinline__ void weigh_by(float (&sum)[2], WeightOf weight_of) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float odd = 0;
@@ -354,8 +387,8 @@ struct Consumer : private WarpResults<T, Score, Tile> {
 #pragma unroll
             for (int j = 0; j < kKeyTiles; ++j) {
                 float &a = s[j][2 * i], &b = s[j][2 * i + 1];
-                a = state[i].weight(a, unit);
-                b = state[i].weight(b, unit);
+                a = weight_of(i, a);
+                b = weight_of(i, b);
                 sum[i] += a;
                 odd += b;
             }

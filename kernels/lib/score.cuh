@@ -569,6 +569,8 @@ struct Score : private Steps... {
         return static_cast<const Mask<A>&>(*this).matrix;
     }
 
+    __device__ __forceinline__ const Bias<A>& bias() const { return *this; }
+
     // Where a query stands among the keys.
     __device__ __forceinline__ int64 position(int64 row) const { return row + bounds.offset; }
 

@@ -1,0 +1,215 @@
+// Options that change scores pair by pair, in `forward_wgmma`. `start` sends for what they read of
+// a tile of keys, while its product is under way; `change` turns dot products into scores, in
+// whole tiles: what positions hide comes after. A thread has pairs of neighbours of two rows.
+//
+// Biases and masks are read where rows lie end to end and all else in steps of 16 bytes, what the
+// keys of a row take too: `device/attention_plans_wgmma.py` sends others elsewhere.
+#pragma once
+
+#include "attention/mma_steps.cuh"
+#include "lib/ptx_load.cuh"
+#include "lib/ptx_wgmma.cuh"
+#include "lib/score.cuh"
+
+namespace cuflash {
+
+// The warp's first row and the first key of a tile.
+struct TileCorner {
+    int64 row, key;
+
+    __device__ __forceinline__ int64 own_row() const { return row + threadIdx.x % 32 / 4; }
+    __device__ __forceinline__ int64 own_key() const { return key + threadIdx.x % 4 * 2; }
+};
+
+// A thread's scores as `change_pairs` has it. Nothing is left to the weights: a step for each score
+// is cheap beside its products.
+template <typename Tile>
+struct WarpgroupPairs {
+    static constexpr int kRows = 2, kRowStep = 8, kColumns = 2 * Tile::kKeyTiles, side = 0;
+    float (&s)[Tile::kKeyTiles][4];
+    int distance = 0;
+    float shift[kRows] = {};
+
+    static __device__ __forceinline__ constexpr int column(int j) { return 8 * (j / 2) + j % 2; }
+    __device__ __forceinline__ float& at(int i, int j) const { return s[j / 2][2 * i + j % 2]; }
+};
+
+// Bounds alone.
+template <typename Score, typename Tile>
+struct TileOptions {
+    __device__ __forceinline__ void start(const ScoreParameters&, const Score&, TileCorner) {}
+    __device__ __forceinline__ void change(float (&)[Tile::kKeyTiles][4], const ScoreParameters&,
+                                           const Score&, TileCorner) const {}
+};
+
+template <typename Tile>
+struct TileOptions<SoftcapScore<float>, Tile> {
+    using Score = SoftcapScore<float>;
+
+    __device__ __forceinline__ void start(const ScoreParameters&, const Score&, TileCorner) {}
+    __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
+                                           const Score& score, TileCorner) const {
+        WarpgroupPairs<Tile> pairs{s};
+        score.change_tile(pairs);
+    }
+};
+
+template <typename Tile>
+struct TileOptions<AlibiScore<float>, Tile> {
+    using Score = AlibiScore<float>;
+    // Positions and distances below this are exact as floats, and so are their sums with columns.
+    static constexpr int64 kNear = 1 << 22;
+
+    __device__ __forceinline__ void start(const ScoreParameters&, const Score&, TileCorner) {}
+    __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters& p,
+                                           const Score& score, TileCorner at) const {
+        WarpgroupPairs<Tile> pairs{s};
+        const int64 distance = score.position(at.own_row()) - at.own_key();
+        const bool near = max(llabs(score.position(at.row)), p.keys) < kNear;
+        if (uniform(near && score.has_tiles())) {
+            pairs.distance = int(distance);
+            score.change_tile(pairs);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float row[pairs.kColumns];
+#pragma unroll
+            for (int j = 0; j < pairs.kColumns; ++j) row[j] = pairs.at(i, j);
+            score.change_row(row, {at.own_row() + 8 * i, at.own_key(), 0, Tile::kKeys},
+                             [](int j) { return WarpgroupPairs<Tile>::column(j); });
+#pragma unroll
+            for (int j = 0; j < pairs.kColumns; ++j) pairs.at(i, j) = row[j];
+        }
+    }
+};
+
+template <typename Tile>
+struct TileOptions<MaskScore<float>, Tile> {
+    using Score = MaskScore<float>;
+    struct Shape {
+        static constexpr int kWarpRows = 16, kKeys = Tile::kKeys;
+    };
+    MaskTile<Shape> mask;
+
+    // Past the ends the last row or chunk is read again, for pairs that their positions hide.
+    __device__ __forceinline__ void start(const ScoreParameters& p, const Score& score,
+                                          TileCorner at) {
+        constexpr int kLanes = MaskTile<Shape>::kLanes, kBytes = MaskTile<Shape>::kBytes;
+        const int lane = threadIdx.x % 32;
+        const unsigned char* const row =
+            &score.mask().at(min(at.row + lane / kLanes, p.queries - 1), 0);
+        const int first = int(at.key) + lane % kLanes * kBytes, last = int(p.keys) - 16;
+#pragma unroll
+        for (int i = 0; i < kBytes / 16; ++i)
+            mask.bytes[i] = load_global<uint4>(row + min(first + 16 * i, last));
+    }
+    __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
+                                           const Score&, TileCorner) {
+        mask.finish();
+        if (mask.has_all()) return;
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int first = 0; first < Tile::kKeyTiles; first += 4) {
+                const unsigned shown = mask.of_row(8 * i + lane / 4, 8 * first) >> lane % 4 * 2;
+#pragma unroll
+                for (int j = 0; j < 8; ++j)
+                    if (!(shown >> (8 * (j / 2) + j % 2) & 1))
+                        s[first + j / 2][2 * i + j % 2] = -infinity<float>();
+            }
+    }
+};
+
+template <typename Tile>
+struct TileOptions<BiasScore<float>, Tile> {
+    using Score = BiasScore<float>;
+    static constexpr int kKeyTiles = Tile::kKeyTiles;
+    // Pairs of float32 that registers have room for beside sums, scores and weights; the others are
+    // sent for when these are used.
+    static constexpr int kPairs = kKeyTiles * 64 / Tile::kWidth;
+    static constexpr int kWords = kPairs < kKeyTiles ? kKeyTiles : 2 * kPairs;
+    const unsigned* row[2];
+    int last;  // pair of a row, from the thread's first on
+    unsigned held[2][kWords];
+
+    __device__ __forceinline__ void start(const ScoreParameters& p, const Score& score,
+                                          TileCorner at) {
+        const Bias<float>& bias = score.bias();
+        const bool wide = p.bias.type == kFloat32;
+        last = int(p.keys - at.own_key()) / 2 - 1;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int64 own = min(at.own_row() + 8 * i, p.queries - 1);
+            const int64 pair = (bias.start + own * bias.row_stride + at.own_key()) / 2;
+            row[i] = static_cast<const unsigned*>(bias.data) + (wide ? 2 * pair : pair);
+        }
+        if (wide)
+            read<uint2>(0, kPairs);
+        else
+            read<unsigned>(0, kKeyTiles);
+    }
+
+    __device__ __forceinline__ void change(float (&s)[kKeyTiles][4], const ScoreParameters& p,
+                                           const Score& score, TileCorner) {
+        if (p.bias.type == kFloat32) {
+#pragma unroll
+            for (int first = 0; first < kKeyTiles; first += kPairs) {
+                if (first) read<uint2>(first, first + kPairs);
+#pragma unroll
+                for (int j = 0; j < kPairs; ++j)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        s[first + j][e] = multiply_add(s[first + j][e], score.scale,
+                                                       __uint_as_float(held[e / 2][2 * j + e % 2]));
+            }
+        } else if (p.bias.type == kFloat16) {
+            add<__half>(s, score.scale);
+        } else {
+            add<__nv_bfloat16>(s, score.scale);
+        }
+    }
+
+  private:
+    // Pairs begin..end - 1 of both rows; past the end of a row its last one, for positions to hide.
+    template <typename Two>
+    __device__ __forceinline__ void read(int begin, int end) {
+        if (last >= 4 * (kKeyTiles - 1))
+            read_at<Two>(begin, end, [](int pair) { return pair; });
+        else
+            read_at<Two>(begin, end, [&](int pair) { return min(pair, last); });
+    }
+    template <typename Two, typename At>
+    __device__ __forceinline__ void read_at(int begin, int end, At at) {
+        constexpr int kOfTwo = sizeof(Two) / 4;
+#pragma unroll
+        for (int j = begin; j < end; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const auto words =
+                    bytes_as<Words<kOfTwo>>(load_global<Two>(row[i] + at(4 * j) * kOfTwo));
+#pragma unroll
+                for (int w = 0; w < kOfTwo; ++w) held[i][kOfTwo * (j - begin) + w] = words.word[w];
+            }
+    }
+    template <int kCount>
+    struct Words {
+        unsigned word[kCount];
+    };
+    template <typename B>
+    __device__ __forceinline__ void add(float (&s)[kKeyTiles][4], float scale) const {
+        struct alignas(4) Neighbours {
+            B element[2];
+        };
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const auto two = bytes_as<Neighbours>(held[e / 2][j]);
+                s[j][e] = multiply_add(s[j][e], scale, widen(two.element[e % 2]));
+            }
+    }
+};
+
+}  // namespace cuflash
