@@ -392,7 +392,7 @@ def test_regimes_of_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -
             "forward_mma_sm75.cu",
         ),
         (["2,16,4096,300"], "simt", "wgmma   needs at most 256 features"),
-        (["4,64,64", "4,0,64", "--causal"], "mma", "wgmma   needs keys"),
+        (["4,64,64", "4,0,64", "--causal"], "mma", "wgmma   needs 1 to"),
         (["1,32,1,128", "1,8,65536,128", "--enable-gqa"], "mma", "shares, merged by"),
         (["0,64,64"], "", "there is nothing to write"),
     ],
