@@ -287,7 +287,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             current.block.work.split == 0 ? current.block.score.sink : -infinity<float>();
 #pragma unroll
         for (int i = 0; i < 2; ++i) state[i].begin(sink, lane() % 4 == 0);
-        if (Score::kPerPair) large = have_large(state);
+        if (Score::kPerPair) find_large();
     }
 
     // Sends for what options have of a tile, before the wait for its product.
@@ -364,8 +364,12 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             tops[i] = reduce_quad(tops[i], [](float a, float b) { return maximum(a, b); });
             factor[i] = state[i].raise(tops[i], unit);
         }
-        if (Score::kPerPair) large = have_large(state);
+        if (Score::kPerPair) find_large();
         return true;
+    }
+
+    __device__ __forceinline__ void find_large() {
+        large = __any_sync(kFullWarp, state[0].is_large() || state[1].is_large());
     }
 
     // Scores become weights, summed a row.

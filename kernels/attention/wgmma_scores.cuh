@@ -6,7 +6,7 @@
 // keys of a row take too: `device/attention_plans_wgmma.py` sends others elsewhere.
 #pragma once
 
-#include "attention/mma_steps.cuh"
+#include "attention/fragments.cuh"
 #include "lib/ptx_load.cuh"
 #include "lib/ptx_wgmma.cuh"
 #include "lib/score.cuh"
@@ -84,41 +84,59 @@ struct TileOptions<AlibiScore<float>, Tile> {
     }
 };
 
+// A lane reads half of the keys of one row, and makes bits of them for all lanes.
 template <typename Tile>
 struct TileOptions<MaskScore<float>, Tile> {
     using Score = MaskScore<float>;
-    struct Shape {
-        static constexpr int kWarpRows = 16, kKeys = Tile::kKeys;
-    };
-    MaskTile<Shape> mask;
+    static constexpr int kBytes = Tile::kKeys / 2, kWords = kBytes / 32;
+    uint4 bytes[kBytes / 16];
 
     // Past the ends the last row or chunk is read again, for pairs that their positions hide.
     __device__ __forceinline__ void start(const ScoreParameters& p, const Score& score,
                                           TileCorner at) {
-        constexpr int kLanes = MaskTile<Shape>::kLanes, kBytes = MaskTile<Shape>::kBytes;
         const int lane = threadIdx.x % 32;
-        const unsigned char* const row =
-            &score.mask().at(min(at.row + lane / kLanes, p.queries - 1), 0);
-        const int first = int(at.key) + lane % kLanes * kBytes, last = int(p.keys) - 16;
+        const unsigned char* const row = &score.mask().at(min(at.row + lane / 2, p.queries - 1), 0);
+        const int first = int(at.key) + lane % 2 * kBytes, last = int(p.keys) - 16;
 #pragma unroll
         for (int i = 0; i < kBytes / 16; ++i)
-            mask.bytes[i] = load_global<uint4>(row + min(first + 16 * i, last));
+            bytes[i] = load_global<uint4>(row + min(first + 16 * i, last));
     }
+
     __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
-                                           const Score&, TileCorner) {
-        mask.finish();
-        if (mask.has_all()) return;
-        const int lane = threadIdx.x % 32;
+                                           const Score&, TileCorner) const {
+        // Bit 8 b + n is byte b of word n.
+        unsigned bits[kWords], all = ~0u;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            const uint4 &low = bytes[2 * w], &high = bytes[2 * w + 1];
+            bits[w] = bit_of(low.x, 0) | bit_of(low.y, 1) | bit_of(low.z, 2) | bit_of(low.w, 3) |
+                      bit_of(high.x, 4) | bit_of(high.y, 5) | bit_of(high.z, 6) | bit_of(high.w, 7);
+            all &= bits[w];
+        }
+        if (__all_sync(kFullWarp, all == ~0u)) return;
+        const int lane = threadIdx.x % 32, own = lane % 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
             for (int first = 0; first < Tile::kKeyTiles; first += 4) {
-                const unsigned shown = mask.of_row(8 * i + lane / 4, 8 * first) >> lane % 4 * 2;
+                // Of 32 keys, those of this thread: bit 8 e + 2 j is key 8 j + e of its own.
+                const int half = 8 * first / kBytes, word = first / 4 % kWords;
+                const unsigned shown =
+                    __shfl_sync(kFullWarp, bits[word], 2 * (8 * i + lane / 4) + half) >>
+                    (own % 2 * 16 + own / 2);
 #pragma unroll
-                for (int j = 0; j < 8; ++j)
-                    if (!(shown >> (8 * (j / 2) + j % 2) & 1))
-                        s[first + j / 2][2 * i + j % 2] = -infinity<float>();
+                for (int j = 0; j < 4; ++j)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        if (!(shown >> (8 * e + 2 * j) & 1))
+                            s[first + j][2 * i + e] = -infinity<float>();
             }
+    }
+
+  private:
+    // Whether bytes are not 0, at bit n of each: NumPy's are 0 or 1, others' may be anything.
+    static __device__ __forceinline__ unsigned bit_of(unsigned bytes, int n) {
+        return (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu | bytes) & 0x80808080u) >> (7 - n);
     }
 };
 
