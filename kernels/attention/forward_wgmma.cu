@@ -71,6 +71,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     unsigned weights[Tile::kKeySteps][4];
     FragmentRow state[2];
     TileOptions<Score, Tile> options;
+    bool whole;  // the tile of keys under way, for these rows
     bool large;  // some reference of the warp is: options alone lead there
 
     __device__ __forceinline__ Consumer(const WgmmaParameters& p, const RoomsType& rooms, int group)
@@ -96,13 +97,14 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             begin(*current);
             const int unseen = begin_part(*current);
             skip_keys(unseen);
+            start_scores(*current, current->seen_end[part] - 1);
             wait_for_keys();
             take_turn();
             begin_products();
             multiply_keys();
             commit_products();
             pass_turn();
-            start_options(*current, current->seen_end[part] - 1);
+            options.expect();
             wait_for_products<0>();
             pin(s);
             free_keys();
@@ -158,6 +160,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         }
         const int unseen = begin_part(next);
         skip_keys(unseen);
+        start_scores(next, next.seen_end[part] - 1);
         wait_for_keys();
         take_turn();
         begin_products();
@@ -167,7 +170,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         multiply_values(accumulate);
         commit_products();
         pass_turn();
-        start_options(next, next.seen_end[part] - 1);
+        options.expect();
         wait_for_products<1>();
         pin(s);
         free_keys();
@@ -232,6 +235,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     __device__ __forceinline__ void step(const SlotType& current, int tile, int& accumulate,
                                          bool clean, Exact) {
         if (clean) clean_values();
+        start_scores(current, tile);
         wait_for_keys();
         take_turn();
         begin_products();
@@ -241,7 +245,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         multiply_values(accumulate);
         commit_products();
         pass_turn();
-        start_options(current, tile);
+        options.expect();
         wait_for_products<1>();
         pin(s);
         float factor[2] = {1, 1};
@@ -290,15 +294,14 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         if (Score::kPerPair) find_large();
     }
 
-    // Sends for what options have of a tile, before the wait for its product.
-    __device__ __forceinline__ void start_options(const SlotType& current, int tile) {
-        if (Score::kPerPair)
-            options.start(p.attention.score, current.block.score, corner_of(current, tile));
+    // What can be done about the scores of a tile before their product.
+    __device__ __forceinline__ void start_scores(const SlotType& current, int tile) {
+        whole = tile >= current.whole_begin[part] && tile < current.whole_end[part];
+        options.start(p.attention.score, current.block.score, corner_of(current, tile));
     }
     // Dot products become scores, but for the scale if nothing else needs it.
     __device__ __forceinline__ void make_scores(const SlotType& current, int tile) {
-        if (Score::kPerPair)
-            options.change(s, p.attention.score, current.block.score, corner_of(current, tile));
+        options.change(s, p.attention.score, current.block.score, corner_of(current, tile));
         hide_unseen(current, tile);
     }
     __device__ __forceinline__ TileCorner corner_of(const SlotType& current, int tile) const {
@@ -316,7 +319,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
 
     // -inf where a pair is unseen by its position.
     __device__ __forceinline__ void hide_unseen(const SlotType& current, int tile) {
-        if (tile >= current.whole_begin[part] && tile < current.whole_end[part]) return;
+        if (whole) return;
         const int first_key = tile * Tile::kKeys + lane() % 4 * 2;
         int low[2], high[2];
 #pragma unroll

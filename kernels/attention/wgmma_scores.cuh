@@ -1,6 +1,7 @@
-// Options that change scores pair by pair, in `forward_wgmma`. `start` sends for what they read of
-// a tile of keys, while its product is under way; `change` turns dot products into scores, in
-// whole tiles: what positions hide comes after. A thread has pairs of neighbours of two rows.
+// Options that change scores pair by pair, in `forward_wgmma`. All that can be known before the dot
+// products of a tile of keys is found beside them: `start` sends for what is read, `expect` makes
+// of it what `change`, which turns dot products into scores, has to wait for nothing else for. What
+// positions hide comes after. A thread has pairs of neighbours of two rows.
 //
 // Biases and masks are read where rows lie end to end and all else in steps of 16 bytes, what the
 // keys of a row take too: `device/attention_plans_wgmma.py` sends others elsewhere.
@@ -38,19 +39,24 @@ struct WarpgroupPairs {
 template <typename Score, typename Tile>
 struct TileOptions {
     __device__ __forceinline__ void start(const ScoreParameters&, const Score&, TileCorner) {}
+    __device__ __forceinline__ void expect() {}
     __device__ __forceinline__ void change(float (&)[Tile::kKeyTiles][4], const ScoreParameters&,
-                                           const Score&, TileCorner) const {}
+                                           const Score&, TileCorner) {}
 };
 
 template <typename Tile>
 struct TileOptions<SoftcapScore<float>, Tile> {
     using Score = SoftcapScore<float>;
+    Softcap<float>::Curve curve;
 
-    __device__ __forceinline__ void start(const ScoreParameters&, const Score&, TileCorner) {}
+    __device__ __forceinline__ void start(const ScoreParameters&, const Score& score, TileCorner) {
+        curve = score.template step<Softcap<float>>().curve(score.scale);
+    }
+    __device__ __forceinline__ void expect() {}
     __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
-                                           const Score& score, TileCorner) const {
+                                           const Score&, TileCorner) const {
         WarpgroupPairs<Tile> pairs{s};
-        score.change_tile(pairs);
+        Softcap<float>::change_tile(pairs, curve);
     }
 };
 
@@ -59,18 +65,22 @@ struct TileOptions<AlibiScore<float>, Tile> {
     using Score = AlibiScore<float>;
     // Positions and distances below this are exact as floats, and so are their sums with columns.
     static constexpr int64 kNear = 1 << 22;
+    Alibi<float> alibi;
+    int distance;
+    bool near;
 
-    __device__ __forceinline__ void start(const ScoreParameters&, const Score&, TileCorner) {}
-    __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters& p,
+    __device__ __forceinline__ void start(const ScoreParameters& p, const Score& score,
+                                          TileCorner at) {
+        alibi = score.template step<Alibi<float>>();
+        const int64 first = score.position(at.row);
+        near = uniform(max(llabs(first), p.keys) < kNear && alibi.has_tiles());
+        distance = int(first - at.key) + int(at.own_row() - at.row) - int(at.own_key() - at.key);
+    }
+    __device__ __forceinline__ void expect() {}
+    __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
                                            const Score& score, TileCorner at) const {
-        WarpgroupPairs<Tile> pairs{s};
-        const int64 distance = score.position(at.own_row()) - at.own_key();
-        const bool near = max(llabs(score.position(at.row)), p.keys) < kNear;
-        if (uniform(near && score.has_tiles())) {
-            pairs.distance = int(distance);
-            score.change_tile(pairs);
-            return;
-        }
+        WarpgroupPairs<Tile> pairs{s, distance};
+        if (near) return alibi.change_tile(pairs, 1);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float row[pairs.kColumns];
@@ -90,6 +100,8 @@ struct TileOptions<MaskScore<float>, Tile> {
     using Score = MaskScore<float>;
     static constexpr int kBytes = Tile::kKeys / 2, kWords = kBytes / 32;
     uint4 bytes[kBytes / 16];
+    bool has_all;
+    unsigned shown[2][2 * kWords];  // of 32 keys: bit 8 e + 2 j is key 8 j + e of the thread's
 
     // Past the ends the last row or chunk is read again, for pairs that their positions hide.
     __device__ __forceinline__ void start(const ScoreParameters& p, const Score& score,
@@ -102,8 +114,7 @@ struct TileOptions<MaskScore<float>, Tile> {
             bytes[i] = load_global<uint4>(row + min(first + 16 * i, last));
     }
 
-    __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
-                                           const Score&, TileCorner) const {
+    __device__ __forceinline__ void expect() {
         // Bit 8 b + n is byte b of word n.
         unsigned bits[kWords], all = ~0u;
 #pragma unroll
@@ -113,24 +124,26 @@ struct TileOptions<MaskScore<float>, Tile> {
                       bit_of(high.x, 4) | bit_of(high.y, 5) | bit_of(high.z, 6) | bit_of(high.w, 7);
             all &= bits[w];
         }
-        if (__all_sync(kFullWarp, all == ~0u)) return;
+        has_all = __all_sync(kFullWarp, all == ~0u);
         const int lane = threadIdx.x % 32, own = lane % 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int first = 0; first < Tile::kKeyTiles; first += 4) {
-                // Of 32 keys, those of this thread: bit 8 e + 2 j is key 8 j + e of its own.
-                const int half = 8 * first / kBytes, word = first / 4 % kWords;
-                const unsigned shown =
-                    __shfl_sync(kFullWarp, bits[word], 2 * (8 * i + lane / 4) + half) >>
+            for (int w = 0; w < 2 * kWords; ++w)
+                shown[i][w] =
+                    __shfl_sync(kFullWarp, bits[w % kWords], 2 * (8 * i + lane / 4) + w / kWords) >>
                     (own % 2 * 16 + own / 2);
+    }
+
+    __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
+                                           const Score&, TileCorner) const {
+        if (has_all) return;
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
+        for (int j = 0; j < Tile::kKeyTiles; ++j)
 #pragma unroll
-                    for (int e = 0; e < 2; ++e)
-                        if (!(shown >> (8 * e + 2 * j) & 1))
-                            s[first + j][2 * i + e] = -infinity<float>();
-            }
+            for (int e = 0; e < 4; ++e)
+                if (!(shown[e / 2][j / 4] >> (8 * (e % 2) + 2 * (j % 4)) & 1))
+                    s[j][e] = -infinity<float>();
     }
 
   private:
@@ -150,11 +163,13 @@ struct TileOptions<BiasScore<float>, Tile> {
     static constexpr int kWords = kPairs < kKeyTiles ? kKeyTiles : 2 * kPairs;
     const unsigned* row[2];
     int last;  // pair of a row, from the thread's first on
+    float scale;
     unsigned held[2][kWords];
 
     __device__ __forceinline__ void start(const ScoreParameters& p, const Score& score,
                                           TileCorner at) {
-        const Bias<float>& bias = score.bias();
+        const auto& bias = score.template step<Bias<float>>();
+        scale = score.scale;
         const bool wide = p.bias.type == kFloat32;
         last = int(p.keys - at.own_key()) / 2 - 1;
 #pragma unroll
@@ -169,8 +184,9 @@ struct TileOptions<BiasScore<float>, Tile> {
             read<unsigned>(0, kKeyTiles);
     }
 
+    __device__ __forceinline__ void expect() {}
     __device__ __forceinline__ void change(float (&s)[kKeyTiles][4], const ScoreParameters& p,
-                                           const Score& score, TileCorner) {
+                                           const Score&, TileCorner) {
         if (p.bias.type == kFloat32) {
 #pragma unroll
             for (int first = 0; first < kKeyTiles; first += kPairs) {
@@ -179,13 +195,13 @@ struct TileOptions<BiasScore<float>, Tile> {
                 for (int j = 0; j < kPairs; ++j)
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
-                        s[first + j][e] = multiply_add(s[first + j][e], score.scale,
+                        s[first + j][e] = multiply_add(s[first + j][e], scale,
                                                        __uint_as_float(held[e / 2][2 * j + e % 2]));
             }
         } else if (p.bias.type == kFloat16) {
-            add<__half>(s, score.scale);
+            add<__half>(s);
         } else {
-            add<__nv_bfloat16>(s, score.scale);
+            add<__nv_bfloat16>(s);
         }
     }
 
@@ -216,7 +232,7 @@ struct TileOptions<BiasScore<float>, Tile> {
         unsigned word[kCount];
     };
     template <typename B>
-    __device__ __forceinline__ void add(float (&s)[kKeyTiles][4], float scale) const {
+    __device__ __forceinline__ void add(float (&s)[kKeyTiles][4]) const {
         struct alignas(4) Neighbours {
             B element[2];
         };

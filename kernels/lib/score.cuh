@@ -221,32 +221,52 @@ struct Softcap : Transparent {
     __device__ __forceinline__ bool has_tiles() const {
         return cap > A(0x1p-60) && cap < A(0x1p60);
     }
-    // Without a division or a branch for each score.
+    // What the scores of a tile, times 1 / factor, have in common.
+    struct Curve {
+        A most, rate;
+        A c1, c3, c5, c7, c9;  // of a polynomial for small ones
+        bool is_normal;        // all of its constants are normal numbers
+    };
+    __device__ __forceinline__ Curve curve(A factor) const {
+        const A rate = factor / cap, u = rate * rate, v = u * factor;
+        const A c9 = u * u * u * v * kNear9;
+        auto is_normal = [](A x) { return fabs(x) > A(0x1p-124) && fabs(x) < A(0x1p124); };
+        return {cap,
+                rate,
+                factor,
+                v * kNear3,
+                u * v * kNear5,
+                u * u * v * kNear7,
+                c9,
+                is_normal(factor) && is_normal(c9)};
+    }
     template <typename Pairs>
     __device__ __forceinline__ void change_tile(Pairs& pairs, A factor) const {
-        const A most = cap, rate = factor / most;
-        A largest = 0;
-        change_pairs(pairs, [&](A x, int, int) {
-            largest = fmax(largest, fabs(x));
+        change_tile(pairs, curve(factor));
+    }
+    // Without a division or a branch for each score.
+    template <typename Pairs>
+    static __device__ __forceinline__ void change_tile(Pairs& pairs, const Curve& curve) {
+        A largest[4] = {};
+        change_pairs(pairs, [&](A x, int, int j) {
+            largest[j % 4] = fmax(largest[j % 4], fabs(x));
             return x;
         });
-        // As a polynomial in x: a few operations fewer, if its constants are normal numbers.
-        const A u = rate * rate, v = u * factor;
-        const A a = v * kNear3, b = u * v * kNear5, c = u * u * v * kNear7;
-        const A d = u * u * u * v * kNear9;
-        if (largest * fabs(rate) < kNear && is_normal(factor) && is_normal(d)) {
+        const A most = fmax(fmax(largest[0], largest[1]), fmax(largest[2], largest[3]));
+        if (most * fabs(curve.rate) < kNear && curve.is_normal) {
             change_pairs(pairs, [&](A x, int, int) {
-                const A y = x * x;
-                A p = multiply_add(d, y, c);
-                p = multiply_add(p, y, b);
-                p = multiply_add(p, y, a);
-                return x * multiply_add(p, y, factor);
+                const A u = x * x;
+                A p = multiply_add(curve.c9, u, curve.c7);
+                p = multiply_add(p, u, curve.c5);
+                p = multiply_add(p, u, curve.c3);
+                return x * multiply_add(p, u, curve.c1);
             });
             return;
         }
         change_pairs(pairs, [&](A x, int, int) {
-            const A t = x * rate, far = 1 - __fdividef(2, exp2f(t * A(2 * 1.4426950408889634)) + 1);
-            return most * (fabs(t) < kNear ? near_tangent(t) : far);
+            const A t = x * curve.rate;
+            const A far = 1 - __fdividef(2, exp2f(t * A(2 * 1.4426950408889634)) + 1);
+            return curve.most * (fabs(t) < kNear ? near_tangent(t) : far);
         });
     }
 
@@ -256,9 +276,6 @@ struct Softcap : Transparent {
     static constexpr float kNear = 0.55f;
     static constexpr A kNear3 = -0.3333294690f, kNear5 = 0.1332072467f;
     static constexpr A kNear7 = -0.0526717715f, kNear9 = 0.0164375100f;
-    static __device__ __forceinline__ bool is_normal(A x) {
-        return fabs(x) > A(0x1p-124) && fabs(x) < A(0x1p124);
-    }
     static __device__ __forceinline__ A near_tangent(A t) {
         const A u = t * t;
         A p = multiply_add(kNear9, u, kNear7);
@@ -584,7 +601,10 @@ struct Score : private Steps... {
         return static_cast<const Mask<A>&>(*this).matrix;
     }
 
-    __device__ __forceinline__ const Bias<A>& bias() const { return *this; }
+    template <typename Step>
+    __device__ __forceinline__ const Step& step() const {
+        return static_cast<const Step&>(*this);
+    }
 
     // Where a query stands among the keys.
     __device__ __forceinline__ int64 position(int64 row) const { return row + bounds.offset; }
