@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,7 +130,8 @@ class WgmmaChoice(NamedTuple):
     """A row of the table: the widest heads, and the queries, that take the tile.
 
     Queries are `least` or more and fewer than `below`; with `diagonal` only where bounds follow the
-    query's position (causal, window). `rejected` are neighbours that were slower.
+    query's position (causal, window). `rejected` are neighbours that were slower. `steps` are the
+    options that change the scores of the tile, one at a time.
     """
 
     width: int
@@ -141,6 +141,7 @@ class WgmmaChoice(NamedTuple):
     tile: WgmmaTile
     reason: str
     rejected: tuple[WgmmaTile, ...]
+    steps: tuple[str, ...] = ()
 
 
 # Figures are rates over cuDNN's at T = 512, 2048 and 8192.
@@ -202,22 +203,36 @@ WGMMA_TILES = (
     ),
 )  # fmt: skip
 
+_STEPS = tuple(SINGLE_STEPS)
 #: The same for scores that an option changes: such tiles look for their maximum, all of them.
 WGMMA_STEP_TILES = (
     WgmmaChoice(
         64, 0, math.inf, False, replace(_D64_SMALL, topless=False),
-        "224 registers a thread: what is read of options waits there while products run",
-        (replace(_D64_THREE, topless=False),),
+        "224 registers a thread: the float32 bias of a tile waits there while products run",
+        (replace(_D64_THREE, topless=False),), ("bias",),
+    ),
+    WgmmaChoice(
+        64, 0, math.inf, False, replace(_D64_APART, topless=False),
+        "as without options under a diagonal",
+        (
+            replace(_D64, topless=False), replace(_D64_SMALL, topless=False),
+            replace(_D64_THREE, topless=False),
+        ),
+        ("softcap", "alibi_slopes", "mask"),
     ),
     WgmmaChoice(
         128, 0, math.inf, False, replace(_D128, topless=False),
         "as without options: the largest tile of keys that leaves two stages",
-        (WgmmaTile(2, 64, 128, 4, 4, True, True, False),),
+        (
+            replace(_D128, turns=False, topless=False),
+            WgmmaTile(2, 64, 128, 4, 4, True, True, False),
+        ),
+        _STEPS,
     ),
     WgmmaChoice(
         256, 0, math.inf, False, _D256_EXACT,
         "as without options: 64 keys leave room for results on their way out",
-        (),
+        (), _STEPS,
     ),
 )  # fmt: skip
 #: The smallest and largest softcap with which no step of tanh(s / cap) leaves float32.
@@ -282,13 +297,14 @@ def wgmma_choice(problem: AttentionProblem) -> WgmmaChoice:
     """Return the first row of the tables that fits the problem."""
     width, queries = max(problem.d, problem.dv), problem.mean_tq
     diagonal = problem.left is not None or problem.right is not None
-    steps = any(getattr(problem, name) is not None for name in SINGLE_STEPS)
+    steps = [name for name in SINGLE_STEPS if getattr(problem, name) is not None]
     return next(
         choice
         for choice in (WGMMA_STEP_TILES if steps else WGMMA_TILES)
         if width <= choice.width
         and choice.least <= queries < choice.below
         and (diagonal or not choice.diagonal)
+        and all(name in choice.steps for name in steps)
     )
 
 
@@ -312,8 +328,9 @@ def wgmma_kernels(dtype: np.dtype) -> Iterator[KernelName]:
         for choice in WGMMA_TILES:
             for score in BOUNDS[choice.diagonal :]:
                 yield forward_wgmma(dtype, score, choice.tile)
-        for choice, score in product(WGMMA_STEP_TILES, SINGLE_STEPS.values()):
-            yield forward_wgmma(dtype, score, choice.tile)
+        for choice in WGMMA_STEP_TILES:
+            for name in choice.steps:
+                yield forward_wgmma(dtype, SINGLE_STEPS[name], choice.tile)
 
 
 class Maps(NamedTuple):

@@ -159,7 +159,7 @@ struct TileOptions<BiasScore<float>, Tile> {
     static constexpr int kKeyTiles = Tile::kKeyTiles;
     // Pairs of float32 that registers have room for beside sums, scores and weights; the others are
     // sent for when these are used.
-    static constexpr int kPairs = kKeyTiles * 64 / Tile::kWidth;
+    static constexpr int kPairs = Tile::kWidth > 64 ? kKeyTiles / 2 : kKeyTiles;
     static constexpr int kWords = kPairs < kKeyTiles ? kKeyTiles : 2 * kPairs;
     const unsigned* row[2];
     int last;  // pair of a row, from the thread's first on
