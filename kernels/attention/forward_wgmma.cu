@@ -261,12 +261,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             state[0].l += sum[0];
             state[1].l += sum[1];
         } else {
-            make_scores(current, tile);
-            rose = raise(factor);
-            float sum[2];
-            weigh(sum);
-            state[0].l += sum[0];
-            state[1].l += sum[1];
+            rose = weigh_exactly(current, tile, factor);
             finish_before_wait(state[0].l + state[1].l, rooms.queries);
         }
         free_keys();
@@ -299,22 +294,28 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         whole = tile >= current.whole_begin[part] && tile < current.whole_end[part];
         options.start(p.attention.score, current.block.score, corner_of(current, tile));
     }
-    // Dot products become scores, but for the scale if nothing else needs it.
-    __device__ __forceinline__ void make_scores(const SlotType& current, int tile) {
-        options.change(s, p.attention.score, current.block.score, corner_of(current, tile));
-        hide_unseen(current, tile);
-    }
     __device__ __forceinline__ TileCorner corner_of(const SlotType& current, int tile) const {
         return {current.block.first_row + warp_row(part), current.first_key + tile * Tile::kKeys};
     }
 
     __device__ __forceinline__ void first_softmax(const SlotType& current) {
-        make_scores(current, current.seen_end[part] - 1);
-        float factor[2], sum[2];
-        raise(factor);
+        float factor[2];
+        weigh_exactly(current, current.seen_end[part] - 1, factor);
+    }
+
+    // Dot products become weights, relative to references that are raised before; whether any is.
+    // Where a mask hides all they are left to `pack_weights`.
+    __device__ __forceinline__ bool weigh_exactly(const SlotType& current, int tile,
+                                                  float (&factor)[2]) {
+        if (options.hides_all()) return false;
+        options.change(s, p.attention.score, current.block.score, corner_of(current, tile));
+        hide_unseen(current, tile);
+        const bool rose = raise(factor);
+        float sum[2];
         weigh(sum);
         state[0].l += sum[0];
         state[1].l += sum[1];
+        return rose;
     }
 
     // -inf where a pair is unseen by its position.
@@ -460,7 +461,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
 #pragma unroll
             for (int part = 0; part < 4; ++part) {
                 const float* pair = &s[2 * step + part / 2][part % 2 * 2];
-                weights[step][part] = pack<T>(pair[0], pair[1]);
+                weights[step][part] = options.hides_all() ? 0 : pack<T>(pair[0], pair[1]);
             }
     }
 

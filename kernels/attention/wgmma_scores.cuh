@@ -40,6 +40,7 @@ template <typename Score, typename Tile>
 struct TileOptions {
     __device__ __forceinline__ void start(const ScoreParameters&, const Score&, TileCorner) {}
     __device__ __forceinline__ void expect() {}
+    __device__ __forceinline__ bool hides_all() const { return false; }
     __device__ __forceinline__ void change(float (&)[Tile::kKeyTiles][4], const ScoreParameters&,
                                            const Score&, TileCorner) {}
 };
@@ -53,6 +54,7 @@ struct TileOptions<SoftcapScore<float>, Tile> {
         curve = score.template step<Softcap<float>>().curve(score.scale);
     }
     __device__ __forceinline__ void expect() {}
+    __device__ __forceinline__ bool hides_all() const { return false; }
     __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
                                            const Score&, TileCorner) const {
         WarpgroupPairs<Tile> pairs{s};
@@ -77,6 +79,7 @@ struct TileOptions<AlibiScore<float>, Tile> {
         distance = int(first - at.key) + int(at.own_row() - at.row) - int(at.own_key() - at.key);
     }
     __device__ __forceinline__ void expect() {}
+    __device__ __forceinline__ bool hides_all() const { return false; }
     __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
                                            const Score& score, TileCorner at) const {
         WarpgroupPairs<Tile> pairs{s, distance};
@@ -100,7 +103,7 @@ struct TileOptions<MaskScore<float>, Tile> {
     using Score = MaskScore<float>;
     static constexpr int kBytes = Tile::kKeys / 2, kWords = kBytes / 32;
     uint4 bytes[kBytes / 16];
-    bool has_all;
+    bool has_any, has_all;          // of the warp's pairs
     unsigned shown[2][2 * kWords];  // of 32 keys: bit 8 e + 2 j is key 8 j + e of the thread's
 
     // Past the ends the last row or chunk is read again, for pairs that their positions hide.
@@ -116,14 +119,16 @@ struct TileOptions<MaskScore<float>, Tile> {
 
     __device__ __forceinline__ void expect() {
         // Bit 8 b + n is byte b of word n.
-        unsigned bits[kWords], all = ~0u;
+        unsigned bits[kWords], any = 0, all = ~0u;
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
             const uint4 &low = bytes[2 * w], &high = bytes[2 * w + 1];
             bits[w] = bit_of(low.x, 0) | bit_of(low.y, 1) | bit_of(low.z, 2) | bit_of(low.w, 3) |
                       bit_of(high.x, 4) | bit_of(high.y, 5) | bit_of(high.z, 6) | bit_of(high.w, 7);
+            any |= bits[w];
             all &= bits[w];
         }
+        has_any = __any_sync(kFullWarp, any);
         has_all = __all_sync(kFullWarp, all == ~0u);
         const int lane = threadIdx.x % 32, own = lane % 4;
 #pragma unroll
@@ -135,6 +140,7 @@ struct TileOptions<MaskScore<float>, Tile> {
                     (own % 2 * 16 + own / 2);
     }
 
+    __device__ __forceinline__ bool hides_all() const { return !has_any; }
     __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
                                            const Score&, TileCorner) const {
         if (has_all) return;
@@ -185,6 +191,7 @@ struct TileOptions<BiasScore<float>, Tile> {
     }
 
     __device__ __forceinline__ void expect() {}
+    __device__ __forceinline__ bool hides_all() const { return false; }
     __device__ __forceinline__ void change(float (&s)[kKeyTiles][4], const ScoreParameters& p,
                                            const Score&, TileCorner) {
         if (p.bias.type == kFloat32) {
