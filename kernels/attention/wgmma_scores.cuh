@@ -104,7 +104,7 @@ struct TileOptions<MaskScore<float>, Tile> {
     static constexpr int kBytes = Tile::kKeys / 2, kWords = kBytes / 32;
     uint4 bytes[kBytes / 16];
     bool has_any, has_all;          // of the warp's pairs
-    unsigned shown[2][2 * kWords];  // of 32 keys: bit 8 e + 2 j is key 8 j + e of the thread's
+    unsigned shown[2][2 * kWords];  // of 32 keys: bit 8 e + j is key 8 j + e of the thread's
 
     // Past the ends the last row or chunk is read again, for pairs that their positions hide.
     __device__ __forceinline__ void start(const ScoreParameters& p, const Score& score,
@@ -118,13 +118,13 @@ struct TileOptions<MaskScore<float>, Tile> {
     }
 
     __device__ __forceinline__ void expect() {
-        // Bit 8 b + n is byte b of word n.
+        // Byte b of word 2 n + h is bit 8 b + 4 h + n.
         unsigned bits[kWords], any = 0, all = ~0u;
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
             const uint4 &low = bytes[2 * w], &high = bytes[2 * w + 1];
-            bits[w] = bit_of(low.x, 0) | bit_of(low.y, 1) | bit_of(low.z, 2) | bit_of(low.w, 3) |
-                      bit_of(high.x, 4) | bit_of(high.y, 5) | bit_of(high.z, 6) | bit_of(high.w, 7);
+            bits[w] = bit_of(low.x, 0) | bit_of(low.z, 1) | bit_of(high.x, 2) | bit_of(high.z, 3) |
+                      bit_of(low.y, 4) | bit_of(low.w, 5) | bit_of(high.y, 6) | bit_of(high.w, 7);
             any |= bits[w];
             all &= bits[w];
         }
@@ -137,19 +137,24 @@ struct TileOptions<MaskScore<float>, Tile> {
             for (int w = 0; w < 2 * kWords; ++w)
                 shown[i][w] =
                     __shfl_sync(kFullWarp, bits[w % kWords], 2 * (8 * i + lane / 4) + w / kWords) >>
-                    (own % 2 * 16 + own / 2);
+                    (own % 2 * 16 + own / 2 * 4);
     }
 
     __device__ __forceinline__ bool hides_all() const { return !has_any; }
     __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
                                            const Score&, TileCorner) const {
         if (has_all) return;
+        // By neighbouring bits, which become predicates together.
 #pragma unroll
-        for (int j = 0; j < Tile::kKeyTiles; ++j)
+        for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-                if (!(shown[e / 2][j / 4] >> (8 * (e % 2) + 2 * (j % 4)) & 1))
-                    s[j][e] = -infinity<float>();
+            for (int w = 0; w < 2 * kWords; ++w)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+                        if (!(shown[i][w] >> (8 * e + j) & 1))
+                            s[4 * w + j][2 * i + e] = -infinity<float>();
     }
 
   private:
