@@ -9,7 +9,8 @@
 // Keys are walked from the last tile to the first, so that masked tiles come first, and only they,
 // and the first whole tile, look for the largest score. After that the weights are made relative to
 // the present reference at once; a row whose sum of them tells that a score rose far above it takes
-// the tile again (`Consumer::start_over`).
+// the tile again (`Consumer::start_over`). With options that change scores (wgmma_scores.cuh) all
+// tiles look for it.
 //
 // Under a diagonal the warpgroups of a tile see different keys: each begins at its own first tile
 // and lets those before pass. Of two tiles of a pair the second has its warpgroups in reverse, so

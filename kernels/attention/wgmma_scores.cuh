@@ -35,26 +35,28 @@ struct WarpgroupPairs {
     __device__ __forceinline__ float& at(int i, int j) const { return s[j / 2][2 * i + j % 2]; }
 };
 
-// Bounds alone.
-template <typename Score, typename Tile>
-struct TileOptions {
-    __device__ __forceinline__ void start(const ScoreParameters&, const Score&, TileCorner) {}
+// An option that nothing has to be made of, and that hides no tile.
+struct SimpleOption {
     __device__ __forceinline__ void expect() {}
     __device__ __forceinline__ bool hides_all() const { return false; }
+};
+
+// Bounds alone.
+template <typename Score, typename Tile>
+struct TileOptions : SimpleOption {
+    __device__ __forceinline__ void start(const ScoreParameters&, const Score&, TileCorner) {}
     __device__ __forceinline__ void change(float (&)[Tile::kKeyTiles][4], const ScoreParameters&,
                                            const Score&, TileCorner) {}
 };
 
 template <typename Tile>
-struct TileOptions<SoftcapScore<float>, Tile> {
+struct TileOptions<SoftcapScore<float>, Tile> : SimpleOption {
     using Score = SoftcapScore<float>;
     Softcap<float>::Curve curve;
 
     __device__ __forceinline__ void start(const ScoreParameters&, const Score& score, TileCorner) {
         curve = score.template step<Softcap<float>>().curve(score.scale);
     }
-    __device__ __forceinline__ void expect() {}
-    __device__ __forceinline__ bool hides_all() const { return false; }
     __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
                                            const Score&, TileCorner) const {
         WarpgroupPairs<Tile> pairs{s};
@@ -63,7 +65,7 @@ struct TileOptions<SoftcapScore<float>, Tile> {
 };
 
 template <typename Tile>
-struct TileOptions<AlibiScore<float>, Tile> {
+struct TileOptions<AlibiScore<float>, Tile> : SimpleOption {
     using Score = AlibiScore<float>;
     // Positions and distances below this are exact as floats, and so are their sums with columns.
     static constexpr int64 kNear = 1 << 22;
@@ -78,8 +80,6 @@ struct TileOptions<AlibiScore<float>, Tile> {
         near = uniform(max(llabs(first), p.keys) < kNear && alibi.has_tiles());
         distance = int(first - at.key) + int(at.own_row() - at.row) - int(at.own_key() - at.key);
     }
-    __device__ __forceinline__ void expect() {}
-    __device__ __forceinline__ bool hides_all() const { return false; }
     __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
                                            const Score& score, TileCorner at) const {
         WarpgroupPairs<Tile> pairs{s, distance};
@@ -165,7 +165,7 @@ struct TileOptions<MaskScore<float>, Tile> {
 };
 
 template <typename Tile>
-struct TileOptions<BiasScore<float>, Tile> {
+struct TileOptions<BiasScore<float>, Tile> : SimpleOption {
     using Score = BiasScore<float>;
     static constexpr int kKeyTiles = Tile::kKeyTiles;
     // Pairs of float32 that registers have room for beside sums, scores and weights; the others are
@@ -195,8 +195,6 @@ struct TileOptions<BiasScore<float>, Tile> {
             read<unsigned>(0, kKeyTiles);
     }
 
-    __device__ __forceinline__ void expect() {}
-    __device__ __forceinline__ bool hides_all() const { return false; }
     __device__ __forceinline__ void change(float (&s)[kKeyTiles][4], const ScoreParameters& p,
                                            const Score&, TileCorner) {
         if (p.bias.type == kFloat32) {
