@@ -82,6 +82,7 @@ def test_one_option_that_changes_scores():
     assert not takes(q, k, bias=spec(100, 96, dtype=DOUBLE))
     # Rows are read by 16 bytes.
     assert not takes(q, mask=spec(100, 100, dtype=BOOL))
+    assert not takes(q, mask=ArraySpec((100, 100), (112, 1), BOOL))
     assert takes(q, bias=spec(100, 100, dtype=SINGLE))
     assert not takes(q, bias=spec(100, 100))
     assert not takes(q, k, mask=spec(100, 1, dtype=BOOL))
@@ -95,6 +96,13 @@ def test_options_have_tiles_that_look_for_their_maximum():
         plan = plan_attention(problem_of(x, softcap=30.0, causal=True), x, None, H200)
         assert not plan.tile.topless
         assert "SoftcapScore" in plan.forward.kernel.expression
+    # What a thread reads of a bias needs more registers than four warpgroups leave it.
+    x = spec(2, 512, 64)
+    tiles = [
+        plan_attention(problem_of(x, **option), x, None, H200).tile
+        for option in ({"softcap": 30.0}, {"bias": spec(512, 512)})
+    ]
+    assert [tile.groups for tile in tiles] == [4, 2]
 
 
 def test_an_option_has_to_lie_at_a_multiple_of_16_bytes():
