@@ -77,7 +77,7 @@ struct TileOptions<AlibiScore<float>, Tile> : SimpleOption {
                                           TileCorner at) {
         alibi = score.template step<Alibi<float>>();
         const int64 first = score.position(at.row);
-        near = uniform(max(llabs(first), p.keys) < kNear && alibi.has_tiles());
+        near = __all_sync(kFullWarp, max(llabs(first), p.keys) < kNear && alibi.has_tiles());
         distance = int(first - at.key) + int(at.own_row() - at.row) - int(at.own_key() - at.key);
     }
     __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
