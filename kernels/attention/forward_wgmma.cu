@@ -105,7 +105,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             multiply_keys();
             commit_products();
             pass_turn();
-            options.expect();
+            options.expect(p.attention.score);
             wait_for_products<0>();
             pin(s);
             free_keys();
@@ -171,7 +171,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         multiply_values(accumulate);
         commit_products();
         pass_turn();
-        options.expect();
+        options.expect(p.attention.score);
         wait_for_products<1>();
         pin(s);
         free_keys();
@@ -246,7 +246,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         multiply_values(accumulate);
         commit_products();
         pass_turn();
-        options.expect();
+        options.expect(p.attention.score);
         wait_for_products<1>();
         pin(s);
         float factor[2] = {1, 1};

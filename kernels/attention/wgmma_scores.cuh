@@ -37,7 +37,7 @@ struct WarpgroupPairs {
 
 // An option that nothing has to be made of, and that hides no tile.
 struct SimpleOption {
-    __device__ __forceinline__ void expect() {}
+    __device__ __forceinline__ void expect(const ScoreParameters&) {}
     __device__ __forceinline__ bool hides_all() const { return false; }
 };
 
@@ -114,10 +114,10 @@ struct TileOptions<MaskScore<float>, Tile> {
         const int first = int(at.key) + lane % 2 * kBytes, last = int(p.keys) - 16;
 #pragma unroll
         for (int i = 0; i < kBytes / 16; ++i)
-            bytes[i] = load_global<uint4>(row + min(first + 16 * i, last));
+            bytes[i] = load_global(row + min(first + 16 * i, last));
     }
 
-    __device__ __forceinline__ void expect() {
+    __device__ __forceinline__ void expect(const ScoreParameters&) {
         // Byte b of word 2 n + h is bit 8 b + 4 h + n.
         unsigned bits[kWords], any = 0, all = ~0u;
 #pragma unroll
@@ -164,49 +164,56 @@ struct TileOptions<MaskScore<float>, Tile> {
     }
 };
 
+// A lane reads chunks of 16 bytes, each 64 bytes after the one before, and lanes of a quad exchange
+// what is another's: to read a thread's own pairs takes the L1 cache twice or four times as long.
 template <typename Tile>
 struct TileOptions<BiasScore<float>, Tile> : SimpleOption {
     using Score = BiasScore<float>;
     static constexpr int kKeyTiles = Tile::kKeyTiles;
-    // Pairs of float32 that registers have room for beside sums, scores and weights; the others are
-    // sent for when these are used.
-    static constexpr int kPairs = Tile::kWidth > 64 ? kKeyTiles / 2 : kKeyTiles;
-    static constexpr int kWords = kPairs < kKeyTiles ? kKeyTiles : 2 * kPairs;
-    const unsigned* row[2];
-    int last;  // pair of a row, from the thread's first on
+    // Chunks of 16-bit elements, and of float32. Of these there are registers for half beside the
+    // sums of wide heads; the others are sent for when these are used.
+    static constexpr int kSingle = kKeyTiles / 4, kDouble = kKeyTiles / 2;
+    static constexpr int kAhead = Tile::kWidth > 64 ? kDouble / 2 : kDouble;
+    static_assert(kAhead >= kSingle, "room for either");
+    const unsigned char* row[2];  // the thread's first chunks
+    int last;                     // bytes from there to the last chunk of a row
     float scale;
-    unsigned held[2][kWords];
+    unsigned held[2][kAhead][4];
 
     __device__ __forceinline__ void start(const ScoreParameters& p, const Score& score,
                                           TileCorner at) {
         const auto& bias = score.template step<Bias<float>>();
         scale = score.scale;
         const bool wide = p.bias.type == kFloat32;
-        last = int(p.keys - at.own_key()) / 2 - 1;
+        const int size = wide ? 4 : 2, own = threadIdx.x % 4;
+        const int shift = 16 * (wide ? own % 2 * 2 + own / 2 : own);
+        last = int(p.keys - at.key) * size - 16 - shift;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int64 own = min(at.own_row() + 8 * i, p.queries - 1);
-            const int64 pair = (bias.start + own * bias.row_stride + at.own_key()) / 2;
-            row[i] = static_cast<const unsigned*>(bias.data) + (wide ? 2 * pair : pair);
+            const int64 own_row = min(at.own_row() + 8 * i, p.queries - 1);
+            row[i] = static_cast<const unsigned char*>(bias.data) +
+                     (bias.start + own_row * bias.row_stride + at.key) * size + shift;
         }
-        if (wide)
-            read<uint2>(0, kPairs);
-        else
-            read<unsigned>(0, kKeyTiles);
+        read<kSingle>(0);
+        if (wide) read<kAhead - kSingle>(kSingle);
+    }
+
+    __device__ __forceinline__ void expect(const ScoreParameters& p) {
+        if (p.bias.type == kFloat32) return exchange_wide();
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int c = 0; c < kSingle; ++c) transpose_quad(held[i][c]);
     }
 
     __device__ __forceinline__ void change(float (&s)[kKeyTiles][4], const ScoreParameters& p,
                                            const Score&, TileCorner) {
         if (p.bias.type == kFloat32) {
-#pragma unroll
-            for (int first = 0; first < kKeyTiles; first += kPairs) {
-                if (first) read<uint2>(first, first + kPairs);
-#pragma unroll
-                for (int j = 0; j < kPairs; ++j)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        s[first + j][e] = multiply_add(s[first + j][e], scale,
-                                                       __uint_as_float(held[e / 2][2 * j + e % 2]));
+            add_wide(s, 0);
+            if constexpr (kAhead < kDouble) {
+                read<kAhead>(kAhead);
+                exchange_wide();
+                add_wide(s, kAhead);
             }
         } else if (p.bias.type == kFloat16) {
             add<__half>(s);
@@ -216,31 +223,53 @@ struct TileOptions<BiasScore<float>, Tile> : SimpleOption {
     }
 
   private:
-    // Pairs begin..end - 1 of both rows; past the end of a row its last one, for positions to hide.
-    template <typename Two>
-    __device__ __forceinline__ void read(int begin, int end) {
-        if (last >= 4 * (kKeyTiles - 1))
-            read_at<Two>(begin, end, [](int pair) { return pair; });
+    // Chunks from `first` on. Past the end of a row its last one, for positions to hide.
+    template <int kCount>
+    __device__ __forceinline__ void read(int first) {
+        if (last >= 64 * (kDouble - 1))
+            read_at<kCount>(first, [](int offset) { return offset; });
         else
-            read_at<Two>(begin, end, [&](int pair) { return min(pair, last); });
+            read_at<kCount>(first, [&](int offset) { return min(offset, last); });
     }
-    template <typename Two, typename At>
-    __device__ __forceinline__ void read_at(int begin, int end, At at) {
-        constexpr int kOfTwo = sizeof(Two) / 4;
+    template <int kCount, typename At>
+    __device__ __forceinline__ void read_at(int first, At at) {
 #pragma unroll
-        for (int j = begin; j < end; ++j)
+        for (int c = 0; c < kCount; ++c)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const auto words =
-                    bytes_as<Words<kOfTwo>>(load_global<Two>(row[i] + at(4 * j) * kOfTwo));
-#pragma unroll
-                for (int w = 0; w < kOfTwo; ++w) held[i][kOfTwo * (j - begin) + w] = words.word[w];
+                const uint4 words = load_global(row[i] + at(64 * (first + c)));
+                unsigned (&x)[4] = held[i][(first + c) % kAhead];
+                x[0] = words.x, x[1] = words.y, x[2] = words.z, x[3] = words.w;
             }
     }
-    template <int kCount>
-    struct Words {
-        unsigned word[kCount];
-    };
+    // A lane has two pairs of 8 keys, and needs one of them and one of the next 8: that one for
+    // which lanes 1 and 2 have each other's chunks.
+    __device__ __forceinline__ void exchange_wide() {
+        const bool odd = threadIdx.x % 2;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int c = 0; c < kAhead; ++c)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    unsigned &a = held[i][c][e], &b = held[i][c][2 + e];
+                    const unsigned kept = odd ? b : a;
+                    const unsigned got = __shfl_xor_sync(kFullWarp, odd ? a : b, 1);
+                    a = odd ? got : kept;
+                    b = odd ? kept : got;
+                }
+    }
+    __device__ __forceinline__ void add_wide(float (&s)[kKeyTiles][4], int first) const {
+#pragma unroll
+        for (int c = 0; c < kAhead; ++c)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    float& x = s[2 * (first + c) + w / 2][2 * i + w % 2];
+                    x = multiply_add(x, scale, __uint_as_float(held[i][c][w]));
+                }
+    }
     template <typename B>
     __device__ __forceinline__ void add(float (&s)[kKeyTiles][4]) const {
         struct alignas(4) Neighbours {
@@ -250,7 +279,7 @@ struct TileOptions<BiasScore<float>, Tile> : SimpleOption {
         for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const auto two = bytes_as<Neighbours>(held[e / 2][j]);
+                const auto two = bytes_as<Neighbours>(held[e / 2][j / 4][j % 4]);
                 s[j][e] = multiply_add(s[j][e], scale, widen(two.element[e % 2]));
             }
     }
