@@ -79,7 +79,8 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         : Results{p, rooms, group},
           part(group),
           unit(Score::kScales ? kLog2OfE : float(p.attention.score.scale) * kLog2OfE),
-          queries{group} {
+          queries{group},
+          options(p.attention.score) {
         static_assert(!(Score::kPerPair && Tile::kTopless), "scores are not there to start over");
     }
 
@@ -296,7 +297,9 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         options.start(p.attention.score, current.block.score, corner_of(current, tile));
     }
     __device__ __forceinline__ TileCorner corner_of(const SlotType& current, int tile) const {
-        return {current.block.first_row + warp_row(part), current.first_key + tile * Tile::kKeys};
+        return {current.block.first_row + warp_row(part), current.first_key + tile * Tile::kKeys,
+                current.distance + warp_row(part) - tile * Tile::kKeys,
+                current.distance != SlotType::kFar};
     }
 
     __device__ __forceinline__ void first_softmax(const SlotType& current) {

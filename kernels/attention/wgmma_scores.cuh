@@ -14,9 +14,12 @@
 
 namespace cuflash {
 
-// The warp's first row and the first key of a tile.
+// The warp's first row and the first key of a tile, and how far this comes before that one's
+// position if that is `near`.
 struct TileCorner {
     int64 row, key;
+    int distance;
+    bool near;
 
     __device__ __forceinline__ int64 own_row() const { return row + threadIdx.x % 32 / 4; }
     __device__ __forceinline__ int64 own_key() const { return key + threadIdx.x % 4 * 2; }
@@ -35,8 +38,9 @@ struct WarpgroupPairs {
     __device__ __forceinline__ float& at(int i, int j) const { return s[j / 2][2 * i + j % 2]; }
 };
 
-// An option that nothing has to be made of, and that hides no tile.
+// An option of which nothing has to be made, and that hides no tile.
 struct SimpleOption {
+    __device__ __forceinline__ explicit SimpleOption(const ScoreParameters&) {}
     __device__ __forceinline__ void expect(const ScoreParameters&) {}
     __device__ __forceinline__ bool hides_all() const { return false; }
 };
@@ -44,6 +48,7 @@ struct SimpleOption {
 // Bounds alone.
 template <typename Score, typename Tile>
 struct TileOptions : SimpleOption {
+    using SimpleOption::SimpleOption;
     __device__ __forceinline__ void start(const ScoreParameters&, const Score&, TileCorner) {}
     __device__ __forceinline__ void change(float (&)[Tile::kKeyTiles][4], const ScoreParameters&,
                                            const Score&, TileCorner) {}
@@ -54,9 +59,12 @@ struct TileOptions<SoftcapScore<float>, Tile> : SimpleOption {
     using Score = SoftcapScore<float>;
     Softcap<float>::Curve curve;
 
-    __device__ __forceinline__ void start(const ScoreParameters&, const Score& score, TileCorner) {
-        curve = score.template step<Softcap<float>>().curve(score.scale);
+    __device__ __forceinline__ explicit TileOptions(const ScoreParameters& p) : SimpleOption(p) {
+        Softcap<float> softcap;
+        softcap.cap = float(p.softcap);
+        curve = softcap.curve(float(p.scale));
     }
+    __device__ __forceinline__ void start(const ScoreParameters&, const Score&, TileCorner) {}
     __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
                                            const Score&, TileCorner) const {
         WarpgroupPairs<Tile> pairs{s};
@@ -67,18 +75,16 @@ struct TileOptions<SoftcapScore<float>, Tile> : SimpleOption {
 template <typename Tile>
 struct TileOptions<AlibiScore<float>, Tile> : SimpleOption {
     using Score = AlibiScore<float>;
-    // Positions and distances below this are exact as floats, and so are their sums with columns.
-    static constexpr int64 kNear = 1 << 22;
     Alibi<float> alibi;
     int distance;
     bool near;
+    using SimpleOption::SimpleOption;
 
-    __device__ __forceinline__ void start(const ScoreParameters& p, const Score& score,
+    __device__ __forceinline__ void start(const ScoreParameters&, const Score& score,
                                           TileCorner at) {
         alibi = score.template step<Alibi<float>>();
-        const int64 first = score.position(at.row);
-        near = __all_sync(kFullWarp, max(llabs(first), p.keys) < kNear && alibi.has_tiles());
-        distance = int(first - at.key) + int(at.own_row() - at.row) - int(at.own_key() - at.key);
+        near = __all_sync(kFullWarp, at.near && alibi.has_tiles());
+        distance = at.distance + threadIdx.x % 32 / 4 - threadIdx.x % 4 * 2;
     }
     __device__ __forceinline__ void change(float (&s)[Tile::kKeyTiles][4], const ScoreParameters&,
                                            const Score& score, TileCorner at) const {
@@ -99,12 +105,13 @@ struct TileOptions<AlibiScore<float>, Tile> : SimpleOption {
 
 // A lane reads half of the keys of one row, and makes bits of them for all lanes.
 template <typename Tile>
-struct TileOptions<MaskScore<float>, Tile> {
+struct TileOptions<MaskScore<float>, Tile> : SimpleOption {
     using Score = MaskScore<float>;
     static constexpr int kBytes = Tile::kKeys / 2, kWords = kBytes / 32;
     uint4 bytes[kBytes / 16];
     bool has_any, has_all;          // of the warp's pairs
     unsigned shown[2][2 * kWords];  // of 32 keys: bit 8 e + j is key 8 j + e of the thread's
+    using SimpleOption::SimpleOption;
 
     // Past the ends the last row or chunk is read again, for pairs that their positions hide.
     __device__ __forceinline__ void start(const ScoreParameters& p, const Score& score,
@@ -179,7 +186,7 @@ struct TileOptions<BiasScore<float>, Tile> : SimpleOption {
     int last;                     // bytes from there to the last chunk of a row
     float scale;
     unsigned held[2][kAhead][4];
-
+    using SimpleOption::SimpleOption;
     __device__ __forceinline__ void start(const ScoreParameters& p, const Score& score,
                                           TileCorner at) {
         const auto& bias = score.template step<Bias<float>>();
