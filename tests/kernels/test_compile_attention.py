@@ -51,8 +51,9 @@ MOST_SPILLED = {"float64": 4, "float32": 0, "float16": 20, "bfloat16": 20}
 #: Heads wider than 64 in float64: a few words a tile, beside 4096 cycles and more of products.
 MOST_SPILLED_DMMA = 72
 #: What spills on Hopper are the producer's warps, once a tile, and with 256 columns of out a few
-#: words on their way out: none of it is in the loop over the keys, but for six words beside a bias. Four warpgroups spill there too,
-#: the sums that a step needs only if it starts over, and are faster than two all the same.
+#: words on their way out: none of it is in the loop over the keys, but for six words beside a bias.
+#: Four warpgroups spill there too, sums that a step needs only if it starts over, and are faster
+#: than two all the same.
 MOST_SPILLED_WGMMA, MOST_SPILLED_BY_FOUR = 144, 640
 
 
