@@ -9,7 +9,8 @@
 // Keys are walked from the last tile to the first, so that masked tiles come first, and only they,
 // and the first whole tile, look for the largest score. After that the weights are made relative to
 // the present reference at once; a row whose sum of them tells that a score rose far above it takes
-// the tile again (`Consumer::start_over`).
+// the tile again (`Consumer::start_over`). With options that change scores (wgmma_scores.cuh) all
+// tiles look for it.
 //
 // Under a diagonal the warpgroups of a tile see different keys: each begins at its own first tile
 // and lets those before pass. Of two tiles of a pair the second has its warpgroups in reverse, so
@@ -22,6 +23,7 @@
 #include "attention/fragments.cuh"
 #include "attention/wgmma_producer.cuh"
 #include "attention/wgmma_results.cuh"
+#include "attention/wgmma_scores.cuh"
 #include "lib/nonfinite.cuh"
 #include "lib/ptx_wgmma.cuh"
 
@@ -52,7 +54,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     using Results = WarpResults<T, Score, Tile>;
     using Results::finish, Results::put_back;
     using Results::group, Results::p, Results::rooms;
-    using Results::lane, Results::own_row, Results::part_of, Results::warp;
+    using Results::lane, Results::own_row, Results::part_of, Results::warp, Results::warp_row;
     using typename Results::Inverses, typename Results::Pair;
     using typename Results::RoomsType, typename Results::SlotType;
     static constexpr int kKeyTiles = Tile::kKeyTiles, kValueTiles = Tile::kValueTiles;
@@ -69,13 +71,17 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     float out[kValueTiles][4];
     unsigned weights[Tile::kKeySteps][4];
     FragmentRow state[2];
+    TileOptions<Score, Tile> options;
+    bool whole;  // the tile of keys under way, for these rows
+    bool large;  // some reference of the warp is: options alone lead there
 
     __device__ __forceinline__ Consumer(const WgmmaParameters& p, const RoomsType& rooms, int group)
         : Results{p, rooms, group},
           part(group),
-          unit(float(p.attention.score.scale) * kLog2OfE),
-          queries{group} {
-        static_assert(!Score::kPerPair, "scores are not changed pair by pair");
+          unit(Score::kScales ? kLog2OfE : float(p.attention.score.scale) * kLog2OfE),
+          queries{group},
+          options(p.attention.score) {
+        static_assert(!(Score::kPerPair && Tile::kTopless), "scores are not there to start over");
     }
 
     __device__ __forceinline__ void run() {
@@ -93,12 +99,14 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             begin(*current);
             const int unseen = begin_part(*current);
             skip_keys(unseen);
+            start_scores(*current, current->seen_end[part] - 1);
             wait_for_keys();
             take_turn();
             begin_products();
             multiply_keys();
             commit_products();
             pass_turn();
+            options.expect(p.attention.score);
             wait_for_products<0>();
             pin(s);
             free_keys();
@@ -154,6 +162,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         }
         const int unseen = begin_part(next);
         skip_keys(unseen);
+        start_scores(next, next.seen_end[part] - 1);
         wait_for_keys();
         take_turn();
         begin_products();
@@ -163,6 +172,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         multiply_values(accumulate);
         commit_products();
         pass_turn();
+        options.expect(p.attention.score);
         wait_for_products<1>();
         pin(s);
         free_keys();
@@ -227,6 +237,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     __device__ __forceinline__ void step(const SlotType& current, int tile, int& accumulate,
                                          bool clean, Exact) {
         if (clean) clean_values();
+        start_scores(current, tile);
         wait_for_keys();
         take_turn();
         begin_products();
@@ -236,6 +247,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         multiply_values(accumulate);
         commit_products();
         pass_turn();
+        options.expect(p.attention.score);
         wait_for_products<1>();
         pin(s);
         float factor[2] = {1, 1};
@@ -251,12 +263,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             state[0].l += sum[0];
             state[1].l += sum[1];
         } else {
-            hide_unseen(current, tile);
-            rose = raise(factor);
-            float sum[2];
-            weigh(sum);
-            state[0].l += sum[0];
-            state[1].l += sum[1];
+            rose = weigh_exactly(current, tile, factor);
             finish_before_wait(state[0].l + state[1].l, rooms.queries);
         }
         free_keys();
@@ -281,20 +288,43 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             current.block.work.split == 0 ? current.block.score.sink : -infinity<float>();
 #pragma unroll
         for (int i = 0; i < 2; ++i) state[i].begin(sink, lane() % 4 == 0);
+        if (Score::kPerPair) find_large();
+    }
+
+    // What can be done about the scores of a tile before their product.
+    __device__ __forceinline__ void start_scores(const SlotType& current, int tile) {
+        whole = tile >= current.whole_begin[part] && tile < current.whole_end[part];
+        options.start(p.attention.score, current.block.score, corner_of(current, tile));
+    }
+    __device__ __forceinline__ TileCorner corner_of(const SlotType& current, int tile) const {
+        return {current.block.first_row + warp_row(part), current.first_key + tile * Tile::kKeys,
+                current.distance + warp_row(part) - tile * Tile::kKeys,
+                current.distance != SlotType::kFar};
     }
 
     __device__ __forceinline__ void first_softmax(const SlotType& current) {
-        hide_unseen(current, current.seen_end[part] - 1);
-        float factor[2], sum[2];
-        raise(factor);
+        float factor[2];
+        weigh_exactly(current, current.seen_end[part] - 1, factor);
+    }
+
+    // Dot products become weights, relative to references that are raised before; whether any is.
+    // Where a mask hides all they are left to `pack_weights`.
+    __device__ __forceinline__ bool weigh_exactly(const SlotType& current, int tile,
+                                                  float (&factor)[2]) {
+        if (options.hides_all()) return false;
+        options.change(s, p.attention.score, current.block.score, corner_of(current, tile));
+        hide_unseen(current, tile);
+        const bool rose = raise(factor);
+        float sum[2];
         weigh(sum);
         state[0].l += sum[0];
         state[1].l += sum[1];
+        return rose;
     }
 
-    // Dot products become scores, but for the scale: -inf where a pair is unseen.
+    // -inf where a pair is unseen by its position.
     __device__ __forceinline__ void hide_unseen(const SlotType& current, int tile) {
-        if (tile >= current.whole_begin[part] && tile < current.whole_end[part]) return;
+        if (whole) return;
         const int first_key = tile * Tile::kKeys + lane() % 4 * 2;
         int low[2], high[2];
 #pragma unroll
@@ -342,11 +372,26 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             tops[i] = reduce_quad(tops[i], [](float a, float b) { return maximum(a, b); });
             factor[i] = state[i].raise(tops[i], unit);
         }
+        if (Score::kPerPair) find_large();
         return true;
+    }
+
+    __device__ __forceinline__ void find_large() {
+        large = __any_sync(kFullWarp, state[0].is_large() || state[1].is_large());
     }
 
     // Scores become weights, summed a row.
     __device__ __forceinline__ void weigh(float (&sum)[2]) {
+        if (Score::kPerPair && large)
+            weigh_by(sum, [&](int i, float x) {
+                return state[i].is_large() ? state[i].weight_of_large(x, unit, 0)
+                                           : state[i].weight(x, unit);
+            });
+        else
+            weigh_by(sum, [&](int i, float x) { return state[i].weight(x, unit); });
+    }
+    template <typename WeightOf>
+    __device__ __forceinline__ void weigh_by(float (&sum)[2], WeightOf weight_of) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float odd = 0;
@@ -354,8 +399,8 @@ struct Consumer : private WarpResults<T, Score, Tile> {
 #pragma unroll
             for (int j = 0; j < kKeyTiles; ++j) {
                 float &a = s[j][2 * i], &b = s[j][2 * i + 1];
-                a = state[i].weight(a, unit);
-                b = state[i].weight(b, unit);
+                a = weight_of(i, a);
+                b = weight_of(i, b);
                 sum[i] += a;
                 odd += b;
             }
@@ -420,7 +465,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
 #pragma unroll
             for (int part = 0; part < 4; ++part) {
                 const float* pair = &s[2 * step + part / 2][part % 2 * 2];
-                weights[step][part] = pack<T>(pair[0], pair[1]);
+                weights[step][part] = options.hides_all() ? 0 : pack<T>(pair[0], pair[1]);
             }
     }
 
