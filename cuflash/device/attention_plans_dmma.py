@@ -68,7 +68,8 @@ class DmmaTile:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         queries = 0 if self.queries_held else self.queries * self.features
-        return 8 * (queries + 2 * self.keys * (self.features + self.values))
+        aside = 2 * self.queries  # of each row, the normalizer of the keys before and its reference
+        return 8 * (queries + 2 * self.keys * (self.features + self.values) + aside)
 
 
 class DmmaChoice(NamedTuple):

@@ -6,11 +6,11 @@
 //
 // Sums of products are kept short before they join others: the error of n equal terms added one by
 // one grows like n, which for rows of thousands of keys, or for one visible key, would exceed what
-// is promised.
+// is promised. Those of kDoubleGroup tiles are put aside before the next ones, in `out`.
 //
 // The grid is that of lib/scheduler.cuh. Dynamic shared memory: queries (kQueries x kFeatures)
 // unless registers hold them, then two stages of keys (kKeys x kFeatures) and of values (kKeys x
-// kValues).
+// kValues), at last a SumAside for each query.
 #include "attention/block.cuh"
 #include "attention/dmma_tile.cuh"
 #include "attention/mma_steps.cuh"
@@ -21,6 +21,8 @@
 #include "lib/score.cuh"
 
 namespace cuflash {
+
+constexpr int kDoubleGroup = 128;  // tiles of 16 or 32 keys
 
 // A thread's part of 16 rows and 8 columns for each entry: pairs of neighbours of two rows.
 template <int kTiles>
@@ -73,6 +75,11 @@ struct DoubleRow {
         // One less than the slack: room for rounding.
         limit = score == kNoReference ? -0x7fffffff - 1 : order_of((score + (kSlack - 1)) / unit);
     }
+};
+
+// The normalizer of a row over the groups before, and what it is relative to.
+struct SumAside {
+    double reference, l;
 };
 
 // Reduces over the 4 lanes of a row; all of them get the result, of the same bits.
@@ -232,33 +239,37 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     unsigned char* const queries = shared;
     unsigned char* const keys = queries + Tile::kQueryBytes;
     unsigned char* const values = keys + 2 * Tile::kKeyBytes;
+    auto* const sums_aside = reinterpret_cast<SumAside*>(values + 2 * Tile::kValueBytes);
     __shared__ BlockWork<double, Score> block;
     if (!block.begin(p, Tile::kQueries, Tile::kValues, kKeys)) return;
 
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp_row = threadIdx.x / 32 * Tile::kWarpRows;
     auto row_of = [&](int i) { return block.first_row + warp_row + 8 * i + g; };
-    const int tiles = int(block.tiles.end - block.tiles.begin);
-    // What the loop seldom needs lies in shared memory: registers are few.
+    auto tiles = [&] { return int(block.tiles.end - block.tiles.begin); };
+    // What the loop seldom needs lies in shared memory, or is formed again: registers are few.
     __shared__ WarpTiles tiles_of_warp[kThreads / 32];
     __shared__ unsigned damaged_rows[kThreads];  // bit i: NaN or inf in columns of row i
+    __shared__ int whole_end;                    // tiles before this one are copied whole
     WarpTiles& seen = tiles_of_warp[threadIdx.x / 32];
     if (lane == 0)
         seen = WarpTiles::of(block.score, block.first_row + warp_row, Tile::kWarpRows, block.tiles,
                              kKeys);
-    __syncwarp();
     const double unit = (Score::kScales ? 1 : block.score.scale) * DoubleRow::kLog2OfE;
-
-    const Matrix<const double> v = {&block.v.at(0, block.first_value), block.v.row_stride,
-                                    block.v.column_stride};
+    auto v = [&]() -> Matrix<const double> {
+        return {&block.v.at(0, block.first_value), block.v.row_stride, block.v.column_stride};
+    };
     const int columns = int(block.end_value - block.first_value);
-    // Tiles before this one are copied whole. What no row sees in the first of them is a key, and a
-    // value that is not finite there is found in the end.
-    const bool aligned = has_aligned_rows(block.k) && has_aligned_rows(v);
-    const bool filled = aligned && p.features == Tile::kFeatures && columns == Tile::kValues;
-    const int whole_end = filled ? tiles - (block.any.last + 1 < block.tiles.end * kKeys) : 0;
+    const bool aligned = has_aligned_rows(block.k) && has_aligned_rows(v());
+    if (threadIdx.x == 0) {
+        // What no row sees in the first of them is a key, and a value that is not finite there is
+        // found in the end.
+        const bool filled = aligned && p.features == Tile::kFeatures && columns == Tile::kValues;
+        whole_end = filled ? tiles() - (block.any.last + 1 < block.tiles.end * kKeys) : 0;
+    }
+    __syncthreads();
     DoubleCopies<Features, kKeys, kThreads> key_copies(keys, block.k, block.tiles.begin * kKeys);
-    DoubleCopies<Values, kKeys, kThreads> value_copies(values, v, block.tiles.begin * kKeys);
+    DoubleCopies<Values, kKeys, kThreads> value_copies(values, v(), block.tiles.begin * kKeys);
     auto load_tile = [&](int tile) {
         const int key_shift = (tile & 1) * Tile::kKeyBytes;
         const int value_shift = (tile & 1) * Tile::kValueBytes;
@@ -276,7 +287,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         } else {
             copy_doubles<Features, kKeys, kThreads>(keys + key_shift, block.k, first_key, begin,
                                                     end, int(p.features));
-            copy_doubles<Values, kKeys, kThreads>(values + value_shift, v, first_key, begin, end,
+            copy_doubles<Values, kKeys, kThreads>(values + value_shift, v(), first_key, begin, end,
                                                   columns);
         }
     };
@@ -290,7 +301,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     if constexpr (Tile::kQueriesHeld) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const bool present = tiles > 0 && row_of(i) < block.end_row;
+            const bool present = tiles() > 0 && row_of(i) < block.end_row;
             const double* from = &block.q.at(row_of(i), 2 * t);
 #pragma unroll
             for (int step = 0; step < Tile::kFeatureSteps; ++step)
@@ -302,7 +313,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                                                    : 0.0;
                 }
         }
-    } else if (tiles > 0) {
+    } else if (tiles() > 0) {
         const int rows = int(block.end_row - block.first_row);
         if (has_aligned_rows(block.q))
             DoubleCopies<Features, Tile::kQueries, kThreads>(queries, block.q, block.first_row)
@@ -314,6 +325,38 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
     DoubleRow state[2];
     DoubleFragments<kValueTiles> out;
+    // Adds the sums of the groups before, if there are any, and puts the new ones aside.
+    auto end_group = [&](bool first, bool last) {
+        const Matrix<double> sums =
+            Output<double>(p, block.index, block.work.split).matrix<double>();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            SumAside& aside = sums_aside[warp_row + 8 * i + g];
+            double l = reduce_quad(state[i].l, [](double a, double b) { return add(a, b); });
+            double factor = 1;
+            if (!first) {
+                factor = quick_exp2(aside.reference - state[i].reference);
+                l = multiply_add(aside.l, factor, l);
+            }
+            __syncwarp();  // all lanes of the row have read it
+            if (t == 0) aside = {state[i].reference, l};
+            state[i].l = last && t == 0 ? l : 0;
+            if (row_of(i) >= block.end_row) continue;
+            const int columns = int(block.end_value - block.first_value) - 2 * t;
+            double* sum = &sums.at(row_of(i), block.first_value + 2 * t);
+#pragma unroll
+            for (int j = 0; j < kValueTiles; ++j, sum += 8 * sums.column_stride)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    if (8 * j + e >= columns) continue;
+                    double& own = out[j][2 * i + e];
+                    double& other = sum[e * sums.column_stride];
+                    if (!first) own = multiply_add(other, factor, own);
+                    other = own;
+                    own = last ? own : 0;
+                }
+        }
+    };
 
     // A second turn only after non-finite values: see lib/nonfinite.cuh.
 #pragma unroll 1
@@ -327,7 +370,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             for (int e = 0; e < 4; ++e) out[j][e] = 0;
 
 #pragma unroll 1
-        for (int tile = -1; tile < tiles; ++tile) {
+        for (int tile = -1;; ++tile) {
+            if (tile == tiles() ? tiles() > kDoubleGroup : tile > 0 && tile % kDoubleGroup == 0)
+                end_group(tile == kDoubleGroup, tile == tiles());
+            if (tile == tiles()) break;
             const int stage = tile & 1;
             if (tile >= 0) {
                 wait_for_copies<0>();
@@ -338,7 +384,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 }
                 __syncthreads();  // the tile is there, and everyone is done with the one before
             }
-            if (tile + 1 < tiles) {
+            if (tile + 1 < tiles()) {
                 load_tile(tile + 1);
                 key_copies.advance(p.k.row_stride, 1);
                 value_copies.advance(p.v.row_stride, 1);
@@ -385,8 +431,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         if (!block.redo) break;
         if (lane == 0) seen.again = true;
         __syncwarp();
-        key_copies.advance(p.k.row_stride, -tiles);
-        value_copies.advance(p.v.row_stride, -tiles);
+        key_copies.advance(p.k.row_stride, -tiles());
+        value_copies.advance(p.v.row_stride, -tiles());
     }
 
     const Output<double> output(p, block.index, block.work.split);

@@ -19,8 +19,9 @@ constexpr int kLaneColumns = 8;
 struct LanePosition {
     int row, column;
 
-    __device__ __forceinline__ LanePosition() {
-        int lane = threadIdx.x % 32;
+    __device__ __forceinline__ LanePosition() : LanePosition(threadIdx.x) {}
+    __device__ __forceinline__ explicit LanePosition(unsigned thread) {
+        int lane = thread % 32;
         row = (lane & 1) | (lane >> 3 & 2);
         column = lane >> 1 & 7;
     }
@@ -80,7 +81,7 @@ __device__ __forceinline__ void load_tile(Accumulator<T>* tile, const Matrix<con
     }
     // Neighbouring threads take neighbours in memory, be they in a row or in a column.
     const bool by_column = llabs(matrix.row_stride) < llabs(matrix.column_stride);
-#pragma unroll 4
+#pragma unroll(sizeof(T) < sizeof(A) ? 2 : 4)  // conversions of more take registers of the sums
     for (int i = threadIdx.x; i < kRows * kColumns; i += kThreads) {
         int r = by_column ? i % kRows : i / kColumns, c = by_column ? i / kRows : i % kColumns;
         A x = 0;
