@@ -180,8 +180,8 @@ SIMT_TILES = (
     ),
 )  # fmt: skip
 
-#: Shared memory of a block that is not its own dynamic one: 1 KB of the system, `BlockWork`, and the
-#: sums of groups of keys.
+#: Shared memory of a block that is not its own dynamic one: 1 KB of the system, `BlockWork`, and
+#: the normalizers of groups of keys.
 _RESERVED_SHARED = 3072
 #: Blocks a multiprocessor from which on keys are left whole: what it runs at once.
 _WAVE = 2

@@ -117,7 +117,7 @@ def test_equal_weights_of_more_keys_than_sums_of_tiles_can_add(tq, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize(("rise", "value"), [(0, np.nan), (1, np.inf), (-1, -np.inf)])
 def test_groups_of_tiles(rise, value, dtype):
-    """Maxima that rise and fall from group to group; values that few rows see; rows without keys."""
+    """Maxima that rise and fall by group; values that few rows see; rows without keys."""
     tk = 9000
     q, k, v = normal(0, 5, 2, dtype=dtype), normal(1, tk, 2, dtype=dtype), normal(2, tk, 3)
     v = v.astype(dtype)

@@ -176,7 +176,7 @@ def test_equal_terms_of_more_keys_than_sums_of_tiles_can_add(executor):
 @pytest.mark.parametrize(("rise", "value"), [(0, np.nan), (1, np.inf), (-1, -np.inf)])
 @pytest.mark.parametrize("dv", [3, 32])
 def test_groups_of_tiles(dv, rise, value, executor):
-    """Maxima that rise and fall from group to group; values that few rows see; rows without keys."""
+    """Maxima that rise and fall by group; values that few rows see; rows without keys."""
     tk = 9000
     q, k, v = (
         np.random.default_rng(n).normal(size=(4, t, n)) for t, n in ((5, 2), (tk, 2), (tk, dv))
