@@ -83,13 +83,13 @@ struct DoubleCopies {
     static_assert((kStep & kStep - 1) == 0, "exclusive ors of rows add up");
 
     const double* source;  // the first chunk in the tile to come
-    unsigned first;        // the first tile in shared memory
+    unsigned place;        // where in shared memory it goes
 
     __device__ __forceinline__ DoubleCopies(const unsigned char* tile,
                                             const Matrix<const double>& matrix, int64 first_row) {
         const int row = threadIdx.x / Layout::kChunks, chunk = threadIdx.x % Layout::kChunks;
         source = &matrix.at(first_row + row, 2 * chunk);
-        first = shared_address(tile);
+        place = shared_address(tile) + Layout::at(row, chunk);
     }
 
     __device__ __forceinline__ void advance(int64 row_stride, int tiles) {
@@ -118,9 +118,6 @@ struct DoubleCopies {
 
   private:
     __device__ __forceinline__ unsigned place_of(int rows) const {
-        const int thread = thread_here();  // found again for each tile: registers are few
-        const unsigned place =
-            first + Layout::at(thread / Layout::kChunks, thread % Layout::kChunks);
         return (place ^ Layout::swap(rows)) + rows * Layout::kPitch;
     }
 };

@@ -118,12 +118,12 @@ def test_equal_weights_of_more_keys_than_sums_of_tiles_can_add(tq, dtype):
 @pytest.mark.parametrize(("rise", "value"), [(0, np.nan), (1, np.inf), (-1, -np.inf)])
 def test_groups_of_tiles(rise, value, dtype):
     """Maxima that rise and fall by group; values that few rows see; rows without keys."""
-    tk = 9000
+    tk = 36_000
     q, k, v = normal(0, 5, 2, dtype=dtype), normal(1, tk, 2, dtype=dtype), normal(2, tk, 3)
     v = v.astype(dtype)
-    v[5000, 1] = value
+    v[20_000, 1] = value
     bias = np.linspace(0, 300 * rise, tk)
-    offset = np.array([-6, 4998, 4999, 8996])[:, None]  # an entry each
+    offset = np.array([-6, 19_998, 19_999, 35_996])[:, None]  # an entry each
     options = {"bias": bias, "causal": True, "query_offset": offset[:, 0]}
     q, k, v = (np.broadcast_to(x, (4, *x.shape)) for x in (q, k, v))
     out, lse = on_host_cuda(cuflash.flash_attention)(

@@ -177,12 +177,12 @@ def test_equal_terms_of_more_keys_than_sums_of_tiles_can_add(executor):
 @pytest.mark.parametrize("dv", [3, 32])
 def test_groups_of_tiles(dv, rise, value, executor):
     """Maxima that rise and fall by group; values that few rows see; rows without keys."""
-    tk = 9000
+    tk = 36_000
     q, k, v = (
         np.random.default_rng(n).normal(size=(4, t, n)) for t, n in ((5, 2), (tk, 2), (tk, dv))
     )
-    v[:, 5000, 1] = value
-    offset = np.array([-6, 4998, 4999, 8996])
+    v[:, 20_000, 1] = value
+    offset = np.array([-6, 19_998, 19_999, 35_996])
     options = {"bias": np.linspace(0, 300 * rise, tk), "causal": True, "query_offset": offset}
     out, lse = cuflash.flash_attention(
         q, k, v, **options, method="mma", num_splits=1, return_lse=True
