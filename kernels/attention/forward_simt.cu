@@ -58,7 +58,7 @@ __device__ __forceinline__ double weight(double x) {
 }
 
 // Tiles of a group; out's are in memory, where a group costs the time of a few tiles.
-constexpr int kNormalizerGroup = 64, kOutGroup = 512;
+constexpr int kNormalizerGroup = 64, kOutGroup = 256;
 
 // The online softmax of one row. Unlike OnlineSoftmax, each lane holds the normalizer of its own
 // keys, and +inf makes a row NaN.

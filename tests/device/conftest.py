@@ -25,8 +25,8 @@ _CAPABLE = {
 
 
 @pytest.fixture(scope="session")
-def kernels() -> None:
-    """Compile every kernel, in parallel, before the first test that runs one.
+def kernels() -> "list[KernelName]":
+    """Compile every kernel, in parallel, before the first test that runs one; return their names.
 
     They also go to CuPy's cache on disk, where the processes that tests start find them.
     """
@@ -51,3 +51,4 @@ def kernels() -> None:
     for dtype in FLOATS:
         names += softmax_kernels(dtype, clusters=limits.cluster_blocks > 1)
     warm(names)
+    return names

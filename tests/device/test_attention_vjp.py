@@ -212,8 +212,17 @@ def test_offsets_past_2_to_the_31():
 # -------------------------------------------------------------------------- memory, streams, graphs
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_memory_is_linear_in_the_number_of_tokens(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "method"),
+    [
+        (np.float64, "simt"),
+        (np.float32, "simt"),
+        (np.float16, "simt"),
+        (np.float16, "mma"),
+        (np.float16, "auto"),
+    ],
+)
+def test_memory_is_linear_in_the_number_of_tokens(dtype, method):
     """Their results, and a number for each row; of 16 bits a few, and the sums of dq."""
     for tokens in (1024, 4096, 16384, 65536):
         q, k, v, dout = (normal(seed, 2, tokens, 64, dtype=dtype) for seed in range(4))
