@@ -1,9 +1,15 @@
 """These tests need CuPy, though most of them no GPU: without it they are not collected."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from cuflash.device.compiler import KernelName
 
 collect_ignore_glob = [] if importlib.util.find_spec("cupy") else ["test_*.py"]
 
@@ -25,7 +31,7 @@ _CAPABLE = {
 
 
 @pytest.fixture(scope="session")
-def kernels() -> "list[KernelName]":
+def kernels() -> list[KernelName]:
     """Compile every kernel, in parallel, before the first test that runs one; return their names.
 
     They also go to CuPy's cache on disk, where the processes that tests start find them.

@@ -226,11 +226,12 @@ def test_memory_is_linear_in_the_number_of_tokens(dtype, method):
     """Their results, and a number for each row; of 16 bits a few, and the sums of dq."""
     for tokens in (1024, 4096, 16384, 65536):
         q, k, v, dout = (normal(seed, 2, tokens, 64, dtype=dtype) for seed in range(4))
-        options = {"window": (500, 0)}
+        options = {"window": (500, 0), "method": method}
         with _Peak() as peak:
             # Shares of the keys would have a workspace of their own.
             out, lse = cuflash.flash_attention(q, k, v, return_lse=True, num_splits=1, **options)
             grads = cuflash.flash_attention_vjp(dout, q, k, v, out, lse, **options)
+        assert peak.largest < 2 * tokens**2  # not a byte for each score
         workspace = cuflash.workspace_size(q, k, v, backward=True, **options)
         most = 4 * q.size + 5 * lse.nbytes if q.dtype == np.float16 else lse.nbytes
         assert workspace <= most + 32
