@@ -377,12 +377,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             for (int e = 0; e < 4; ++e) out[j][e] = 0;
 
 #pragma unroll 1
-        for (int tile = -1, pause = min(kNormalizerGroup, tiles);; ++tile) {
-            if (tile == pause) {
-                if (tiles > kNormalizerGroup) end_group(tile);
-                if (tile == tiles) break;
-                pause = min(tile + kNormalizerGroup, tiles);
-            }
+        for (int tile = -1;; ++tile) {
+            if (tile == tiles ? tiles > kNormalizerGroup : tile > 0 && tile % kNormalizerGroup == 0)
+                end_group(tile);
+            if (tile == tiles) break;
             const int stage = tile & 1;
             if (tile >= 0) {
                 wait_for_copies<0>();

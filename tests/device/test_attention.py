@@ -268,16 +268,16 @@ def test_kernels_have_no_local_memory(kernels):
     assert {name: size for name, size in local.items() if size} == {}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "method"), [(np.float32, "simt"), (np.float64, "simt"), (np.float64, "mma")]
-)
-def test_equal_weights_of_more_keys_than_sums_of_tiles_can_add(dtype, method):
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_equal_weights_of_more_keys_than_sums_of_tiles_can_add(dtype):
     """In one share: without sums of groups of tiles, out and lse err by several times the bound."""
-    q, k = np.full((2, 40, 8), 0.1, dtype), np.full((2, 2**16, 8), 0.1, dtype)
+    q, k = np.full((2, 17, 8), 0.1, dtype), np.full((2, 2**16, 8), 0.1, dtype)
     k[1, 0] *= 3  # all weights of an entry are 1, or all but one are equal and below
     v = np.full((2, 2**16, 1), 1.1, dtype)
-    out, lse = attend(method, num_splits=1, return_lse=True)(q, k, v)
-    assert_attention_close(out, lse, expect_attention(q, k, v))
+    expected = expect_attention(q, k, v)
+    for method in METHODS:
+        out, lse = attend(method, num_splits=1, return_lse=True)(q, k, v)
+        assert_attention_close(out, lse, expected)
 
 
 def test_lengths_on_the_device_are_not_read_by_the_host():

@@ -224,7 +224,7 @@ def test_offsets_past_2_to_the_31():
 )
 def test_memory_is_linear_in_the_number_of_tokens(dtype, method):
     """Their results, and a number for each row; of 16 bits a few, and the sums of dq."""
-    for tokens in (1024, 4096, 16384, 65536):
+    for tokens in (1024, 16384):
         q, k, v, dout = (normal(seed, 2, tokens, 64, dtype=dtype) for seed in range(4))
         options = {"window": (500, 0), "method": method}
         with _Peak() as peak:
