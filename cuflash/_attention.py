@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -416,17 +417,33 @@ def _check_outputs(
 
     `axes` has the head axis of each result. Arrays are as they were given, with one head axis.
     """
+    given = tuple(
+        (name, axes.get(name), ArraySpec(x.shape, x.strides, x.dtype))
+        for name, x in outputs.items()
+    )
+    _check_layouts(problem, given, heads)
+    interop.refuse_overlap(outputs, arrays._asdict())
+
+
+@lru_cache(maxsize=1024)
+def _check_layouts(
+    problem: AttentionProblem,
+    given: tuple[tuple[str, int | None, ArraySpec], ...],
+    heads: tuple[int, int] | None,
+) -> None:
+    """Raise unless outputs, each with its name and head axis, have the shapes and dtypes they need.
+
+    What passed once is not looked at again: it would take a tenth of the time of a call.
+    """
     acc = accumulator(problem.dtype)
     rows = problem.out_shape, [problem.dtype, acc][: 1 + (problem.dtype.itemsize == 2)]
     logs = problem.lse_shape, [acc]
-    for name, axis in axes.items():
-        if name in outputs:
+    for name, axis, spec in given:
+        if axis is None:
+            check_workspace(spec)
+        else:
             full, dtypes = rows if axis == -3 else logs
-            shape = joined(full, axis - 1, heads)
-            require_output(name, ArraySpec.of(outputs[name]), shape, dtypes)
-    if "workspace" in outputs:
-        check_workspace(ArraySpec.of(outputs["workspace"]))
-    interop.refuse_overlap(outputs, arrays._asdict())
+            require_output(name, spec, joined(full, axis - 1, heads), dtypes)
 
 
 def check_workspace(spec: ArraySpec) -> None:

@@ -430,11 +430,8 @@ def _bounds(x: Any) -> tuple[int, int]:
 
 def shares_memory(a: Any, b: Any) -> bool:
     """Tell by bounded work whether two native arrays share an element; undecided counts as yes."""
-    return _meet(_bounds(a), _bounds(b)) and _share_elements(a, b)
-
-
-def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
-    return a[0] < b[1] and b[0] < a[1]
+    (low, high), (first, end) = _bounds(a), _bounds(b)
+    return low < end and first < high and _share_elements(a, b)
 
 
 def _share_elements(a: Any, b: Any) -> bool:
@@ -467,7 +464,7 @@ def overlaps_itself(x: Any) -> bool:
 
 def refuse_overlap(outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
     """Raise ValueError if an output shares an element with an input, another output or itself."""
-    taken: list[tuple[str, Any, tuple[int, int]]] | None = None
+    taken: list[tuple[str, Any, int, int]] | None = None
     for name, x in outputs.items():
         if x is None or not x.size:
             continue
@@ -477,9 +474,10 @@ def refuse_overlap(outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Non
                 f"it cannot be written to"
             )
         if taken is None:  # numbers, and arrays of the host beside a device's, cannot overlap
-            taken = [(other, y, _bounds(y)) for other, y in inputs.items() if type(y) is type(x)]
-        bounds = _bounds(x)
-        for other, y, theirs in taken:
-            if _meet(bounds, theirs) and _share_elements(x, y):
+            kind = type(x)
+            taken = [(other, y, *_bounds(y)) for other, y in inputs.items() if type(y) is kind]
+        low, high = _bounds(x)
+        for other, y, first, end in taken:
+            if low < end and first < high and _share_elements(x, y):
                 raise ValueError(f"{name} shares memory with {other}")
-        taken.append((name, x, bounds))
+        taken.append((name, x, low, high))

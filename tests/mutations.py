@@ -45,6 +45,7 @@ CUDA_VJP_TILES = "tests/host_cuda/test_attention_vjp.py::test_nothing_planted"
 CUDA_VJP_MMA = "tests/host_cuda/test_attention_vjp_mma.py::test_nothing_planted"
 CUDA_LAWS = "tests/host_cuda/test_attention.py::test_property"
 CUDA_TILES = "tests/host_cuda/test_attention.py::test_nothing_planted"
+CUDA_GROUPS = "tests/host_cuda/test_attention.py::test_groups_of_tiles"
 CUDA_CASE = "tests/host_cuda/test_attention.py::test_case"
 CUDA_DECODE = "tests/host_cuda/test_decode_mma.py::test_nothing_planted"
 CUDA_SOFTMAX = "tests/host_cuda/test_softmax.py"
@@ -216,6 +217,20 @@ MUTATIONS = [
     ),
     # ----------------------------------------------------------------------------- kernels
     Mutation(
+        "sums of groups of tiles left aside",
+        SIMT,
+        "{ own += sum * factor; }",
+        "{ own += 0 * sum * factor; }",
+        f"{CUDA_GROUPS}[0-nan-float32]",
+    ),
+    Mutation(
+        "normalizers of groups of tiles not rescaled",
+        SIMT,
+        "aside[row].l * weight(aside[row].m - now)",
+        "aside[row].l",
+        f"{CUDA_GROUPS}[1-inf-float32]",
+    ),
+    Mutation(
         "kernel: running maximum poisoned by a 0",
         SIMT,
         "state[i] = {sink, counts",
@@ -239,8 +254,8 @@ MUTATIONS = [
     Mutation(
         "kernel: one column of values taken for none",
         SIMT,
-        "if (p.values == 0) continue;",
-        "if (p.values <= 1) continue;",
+        "if (p.values > 0) {",
+        "if (p.values > 1) {",
         f"{CUDA_LAWS}[matches_oracle]",
     ),
     Mutation(

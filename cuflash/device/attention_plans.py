@@ -181,8 +181,9 @@ SIMT_TILES = (
     ),
 )  # fmt: skip
 
-#: Shared memory of a block that is not its own dynamic one: 1 KB of the system, and `BlockWork`.
-_RESERVED_SHARED = 2048
+#: Shared memory of a block that is not its own dynamic one: 1 KB of the system, `BlockWork`, and
+#: the normalizers of groups of keys.
+_RESERVED_SHARED = 3072
 #: Blocks a multiprocessor from which on keys are left whole: what it runs at once.
 _WAVE = 2
 #: Queries for which `simt` has tiles of their own.

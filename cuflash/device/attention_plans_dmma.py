@@ -68,7 +68,8 @@ class DmmaTile:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         queries = 0 if self.queries_held else self.queries * self.features
-        return 8 * (queries + 2 * self.keys * (self.features + self.values))
+        aside = 3 * self.queries  # of each row, what there is of groups of keys besides out
+        return 8 * (queries + 2 * self.keys * (self.features + self.values) + aside)
 
 
 class DmmaChoice(NamedTuple):
@@ -109,7 +110,7 @@ DMMA_TILES = (
     ),
 )  # fmt: skip
 #: Shared memory of a block that is not dynamic: `BlockWork` and what else all its threads know.
-_STATIC_SHARED = 2048
+_STATIC_SHARED = 1536
 
 
 def _fitting(problem: AttentionProblem, limits: DeviceLimits) -> Iterator[DmmaTile]:

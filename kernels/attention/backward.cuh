@@ -172,7 +172,9 @@ struct PairPosition {
     LanePosition lane;
     int warp_row;
 
-    __device__ __forceinline__ PairPosition() : warp_row(threadIdx.x / 32 * Tile::kWarpRows) {}
+    __device__ __forceinline__ PairPosition() : PairPosition(threadIdx.x) {}
+    __device__ __forceinline__ explicit PairPosition(unsigned thread)
+        : lane(thread), warp_row(thread / 32 * Tile::kWarpRows) {}
     __device__ __forceinline__ int first_row() const { return warp_row + lane.row; }
     __device__ __forceinline__ int row(int i) const { return first_row() + kLaneRows * i; }
     __device__ __forceinline__ int column(int j) const { return lane.column + kLaneColumns * j; }

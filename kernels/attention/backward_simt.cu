@@ -56,9 +56,9 @@ template <typename T, typename Score, typename Tile, typename A>
 __device__ __forceinline__ void store_gradient(const BatchedArray& gradient, const VjpParameters& p,
                                                const VjpWork<T, Score>& block, int64 start,
                                                int64 columns,
-                                               const A (&sum)[Tile::kRows][Tile::kOwn], A factor,
-                                               const PairPosition<Tile>& at) {
+                                               const A (&sum)[Tile::kRows][Tile::kOwn], A factor) {
     if (!gradient.data) return;
+    const PairPosition<Tile> at(thread_here());  // found again: registers were for the sums
     const Matrix<T> matrix = Matrix<T>::of(gradient, p.batch, block.index);
     const int64 first_column = int64(block.work.column_tile) * Tile::kFeatures;
 #pragma unroll
@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         if (!block.redo) break;
     }
     const int64 start = block.segment.first_key;
-    store_gradient<T>(p.dk, p, block, start, p.features, dk, block.score.scale, at);
-    store_gradient<T>(p.dv, p, block, start, p.values, dv, A(1), at);
+    store_gradient<T, Score, Tile>(p.dk, p, block, start, p.features, dk, block.score.scale);
+    store_gradient<T, Score, Tile>(p.dv, p, block, start, p.values, dv, A(1));
 }
 
 template <typename T, typename Score, typename Tile>
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         __syncthreads();
         if (!block.redo) break;
     }
-    store_gradient<T>(p.dq, p, block, 0, p.features, dq, block.score.scale, at);
+    store_gradient<T, Score, Tile>(p.dq, p, block, 0, p.features, dq, block.score.scale);
 }
 
 // A block for each tile of rows and keys of dbias: of one of its axes that is summed, it walks over

@@ -6,11 +6,12 @@
 //
 // Sums of products are kept short before they join others: the error of n equal terms added one by
 // one grows like n, which for rows of thousands of keys, or for one visible key, would exceed what
-// is promised.
+// is promised. Those of some tiles are put aside before the next ones: out's in `out`, and more
+// often the normalizers, which cost less and of which more is asked.
 //
 // The grid is that of lib/scheduler.cuh. Dynamic shared memory: queries (kQueries x kFeatures)
 // unless registers hold them, then two stages of keys (kKeys x kFeatures) and of values (kKeys x
-// kValues).
+// kValues), at last a SumAside for each query.
 #include "attention/block.cuh"
 #include "attention/dmma_tile.cuh"
 #include "attention/mma_steps.cuh"
@@ -21,6 +22,9 @@
 #include "lib/score.cuh"
 
 namespace cuflash {
+
+// Tiles of a group; out's are in memory, where a group costs the time of about four tiles.
+constexpr int kNormalizerGroup = 64, kOutGroup = 512;
 
 // A thread's part of 16 rows and 8 columns for each entry: pairs of neighbours of two rows.
 template <int kTiles>
@@ -73,6 +77,11 @@ struct DoubleRow {
         // One less than the slack: room for rounding.
         limit = score == kNoReference ? -0x7fffffff - 1 : order_of((score + (kSlack - 1)) / unit);
     }
+};
+
+// The normalizer of a row over the groups before, what it is relative to, and what out is.
+struct SumAside {
+    double reference, l, out_reference;
 };
 
 // Reduces over the 4 lanes of a row; all of them get the result, of the same bits.
@@ -232,6 +241,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     unsigned char* const queries = shared;
     unsigned char* const keys = queries + Tile::kQueryBytes;
     unsigned char* const values = keys + 2 * Tile::kKeyBytes;
+    auto* const sums_aside = reinterpret_cast<SumAside*>(values + 2 * Tile::kValueBytes);
     __shared__ BlockWork<double, Score> block;
     if (!block.begin(p, Tile::kQueries, Tile::kValues, kKeys)) return;
 
@@ -239,26 +249,33 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     const int warp_row = threadIdx.x / 32 * Tile::kWarpRows;
     auto row_of = [&](int i) { return block.first_row + warp_row + 8 * i + g; };
     const int tiles = int(block.tiles.end - block.tiles.begin);
-    // What the loop seldom needs lies in shared memory: registers are few.
+    // What the loop seldom needs lies in shared memory, or is formed where it is: registers are
+    // few.
     __shared__ WarpTiles tiles_of_warp[kThreads / 32];
     __shared__ unsigned damaged_rows[kThreads];  // bit i: NaN or inf in columns of row i
     WarpTiles& seen = tiles_of_warp[threadIdx.x / 32];
     if (lane == 0)
         seen = WarpTiles::of(block.score, block.first_row + warp_row, Tile::kWarpRows, block.tiles,
                              kKeys);
-    __syncwarp();
+    __shared__ int64 out_start, lse_start;
+    if (threadIdx.x == 0) {
+        const Output<double> output(p, block.index, block.work.split);
+        out_start = output.out_start;
+        lse_start = output.lse_start;
+    }
+    __syncthreads();
     const double unit = (Score::kScales ? 1 : block.score.scale) * DoubleRow::kLog2OfE;
-
-    const Matrix<const double> v = {&block.v.at(0, block.first_value), block.v.row_stride,
-                                    block.v.column_stride};
+    auto v = [&]() -> Matrix<const double> {
+        return {&block.v.at(0, block.first_value), block.v.row_stride, block.v.column_stride};
+    };
     const int columns = int(block.end_value - block.first_value);
+    const bool aligned = has_aligned_rows(block.k) && has_aligned_rows(v());
+    const bool filled = aligned && p.features == Tile::kFeatures && columns == Tile::kValues;
     // Tiles before this one are copied whole. What no row sees in the first of them is a key, and a
     // value that is not finite there is found in the end.
-    const bool aligned = has_aligned_rows(block.k) && has_aligned_rows(v);
-    const bool filled = aligned && p.features == Tile::kFeatures && columns == Tile::kValues;
     const int whole_end = filled ? tiles - (block.any.last + 1 < block.tiles.end * kKeys) : 0;
     DoubleCopies<Features, kKeys, kThreads> key_copies(keys, block.k, block.tiles.begin * kKeys);
-    DoubleCopies<Values, kKeys, kThreads> value_copies(values, v, block.tiles.begin * kKeys);
+    DoubleCopies<Values, kKeys, kThreads> value_copies(values, v(), block.tiles.begin * kKeys);
     auto load_tile = [&](int tile) {
         const int key_shift = (tile & 1) * Tile::kKeyBytes;
         const int value_shift = (tile & 1) * Tile::kValueBytes;
@@ -276,7 +293,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         } else {
             copy_doubles<Features, kKeys, kThreads>(keys + key_shift, block.k, first_key, begin,
                                                     end, int(p.features));
-            copy_doubles<Values, kKeys, kThreads>(values + value_shift, v, first_key, begin, end,
+            copy_doubles<Values, kKeys, kThreads>(values + value_shift, v(), first_key, begin, end,
                                                   columns);
         }
     };
@@ -314,6 +331,39 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
     DoubleRow state[2];
     DoubleFragments<kValueTiles> out;
+    // Adds the sums of the groups before tile `tile`, if there are any, and puts the new ones
+    // aside, unless there are no more to come.
+    auto end_group = [&](int tile) {
+        const bool last = tile == tiles, first = tile == kNormalizerGroup;
+        const bool of_out = last ? tiles > kOutGroup : tile % kOutGroup == 0;
+        const bool first_of_out = tile == kOutGroup;
+        const Matrix<double> sums = Output<double>(p, out_start, lse_start).matrix<double>();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            SumAside& aside = sums_aside[warp_row + 8 * i + g];
+            const double now = state[i].reference;
+            double l = reduce_quad(state[i].l, [](double a, double b) { return add(a, b); });
+            if (!first) l = multiply_add(aside.l, quick_exp2(aside.reference - now), l);
+            const double factor = first_of_out ? 1 : quick_exp2(aside.out_reference - now);
+            __syncwarp();  // all lanes of the row have read it
+            if (t == 0) aside = {now, l, of_out ? now : aside.out_reference};
+            state[i].l = last && t == 0 ? l : 0;
+            if (!of_out || row_of(i) >= block.end_row) continue;
+            const int columns = int(block.end_value - block.first_value) - 2 * t;
+            double* sum = &sums.at(row_of(i), block.first_value + 2 * t);
+#pragma unroll
+            for (int j = 0; j < kValueTiles; ++j, sum += 8 * sums.column_stride)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    if (8 * j + e >= columns) continue;
+                    double& own = out[j][2 * i + e];
+                    double& other = sum[e * sums.column_stride];
+                    if (!first_of_out) own = multiply_add(other, factor, own);
+                    other = own;
+                    own = last ? own : 0;
+                }
+        }
+    };
 
     // A second turn only after non-finite values: see lib/nonfinite.cuh.
 #pragma unroll 1
@@ -327,7 +377,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             for (int e = 0; e < 4; ++e) out[j][e] = 0;
 
 #pragma unroll 1
-        for (int tile = -1; tile < tiles; ++tile) {
+        for (int tile = -1;; ++tile) {
+            if (tile == tiles ? tiles > kNormalizerGroup : tile > 0 && tile % kNormalizerGroup == 0)
+                end_group(tile);
+            if (tile == tiles) break;
             const int stage = tile & 1;
             if (tile >= 0) {
                 wait_for_copies<0>();
@@ -383,13 +436,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         if (damaged) block.redo = 1;
         __syncthreads();
         if (!block.redo) break;
-        if (lane == 0) seen.again = true;
+        if (thread_here() % 32 == 0) seen.again = true;
         __syncwarp();
         key_copies.advance(p.k.row_stride, -tiles);
         value_copies.advance(p.v.row_stride, -tiles);
     }
 
-    const Output<double> output(p, block.index, block.work.split);
+    const Output<double> output(p, out_start, lse_start);
     const Matrix<double> to = output.template matrix<double>();
     const bool by_chunks = has_aligned_rows(to);
 #pragma unroll

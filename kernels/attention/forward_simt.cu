@@ -3,6 +3,11 @@
 // out (batch, Tq, Dv), lse (batch, Tq) from q (batch, Tq, D), k (batch, Tk, D), v (batch, Tk, Dv):
 // online softmax over key tiles (Dao et al. 2022, algorithm 1), the division by l at the end.
 //
+// The error of n equal terms added one by one grows like n. Sums are of a tile first, then of a
+// group of tiles, and those of a group are put aside before the next one: normalizers, which cost
+// little and of which more is asked, in shared memory; out's, seldom, in `out`, where it has the
+// accumulator's type. Rounded to 16 bits, what 2^20 keys and more err by does not show.
+//
 // Grid: one block for each tile of query rows, tile of value columns, share of the keys and batch
 // entry (lib/scheduler.cuh). A warp owns 4 x kRows query rows, and a row never leaves its 8 lanes.
 // Without columns of v (Dv = 0) there is the lse alone, and half of the products.
@@ -51,6 +56,9 @@ __device__ __forceinline__ float weight(float x) {
 __device__ __forceinline__ double weight(double x) {
     return exp(x);
 }
+
+// Tiles of a group; out's are in memory, where a group costs the time of a few tiles.
+constexpr int kNormalizerGroup = 64, kOutGroup = 256;
 
 // The online softmax of one row. Unlike OnlineSoftmax, each lane holds the normalizer of its own
 // keys, and +inf makes a row NaN.
@@ -133,6 +141,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     constexpr int kRows = Tile::kRows, kColumns = Tile::kColumns, kOwnValues = Tile::kOwnValues;
     constexpr int kKeys = Tile::kKeys, kFeatures = Tile::kFeatures, kThreads = Tile::kThreads;
     constexpr int kKeyStride = kRowReadStride<A, kFeatures>;
+    constexpr int kAtOnce = sizeof(T) < sizeof(A) ? 2 : 4;  // conversions take registers
 
     CUFLASH_DYNAMIC_SHARED(A, shared);
     A* const keys = shared;
@@ -142,13 +151,71 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     __shared__ BlockWork<T, Score> block;
     if (!block.begin(p, Tile::kQueries, Tile::kValues, kKeys)) return;
 
+    __shared__ int64 out_start, lse_start;
+    if (threadIdx.x == 0) {
+        const Output<T> output(p, block.index, block.work.split);
+        out_start = output.out_start;
+        lse_start = output.lse_start;
+    }
+    __syncthreads();
+
     const LanePosition lane;
     const int warp_row = threadIdx.x / 32 * Tile::kWarpRows;
     auto row_of = [&](int i) { return block.first_row + warp_row + kLaneRows * i + lane.row; };
+    auto column_of = [&](int c) {
+        return block.first_value + c / kVector<A> * kVector<A> * kLaneColumns +
+               lane.column * kVector<A> + c % kVector<A>;
+    };
     A* const own_weights = weights + (warp_row + lane.row) * Tile::kWeightStride;
 
     RowState<A> state[kRows];
     A out[kRows][kOwnValues];
+    // Of the groups before: normalizers, and what out in memory is relative to.
+    __shared__ RowState<A> aside[Tile::kQueries];
+    __shared__ A maxima_of_out[Tile::kQueries];
+    const bool out_aside = sizeof(T) == sizeof(A) || p.out_is_wide;
+    auto for_each_sum = [&](int i, auto visit) {
+        if (!out_aside || row_of(i) >= block.end_row) return;
+        const Matrix<A> sums = Output<T>(p, out_start, lse_start).template matrix<A>();
+#pragma unroll
+        for (int c = 0; c < kOwnValues; ++c) {
+            const int64 column = column_of(c);
+            if (column < block.end_value) visit(out[i][c], sums.at(row_of(i), column));
+        }
+    };
+    // Adds what was put aside before the group of a tile, if anything was.
+    auto take_back = [&](int tile, bool of_out) {
+        if (tile / kNormalizerGroup * kNormalizerGroup <= int(block.tiles.begin)) return;
+        of_out &= tile / kOutGroup * kOutGroup > int(block.tiles.begin);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const int row = warp_row + kLaneRows * i + lane.row;
+            const A now = state[i].reference();
+            if (lane.column == 0) state[i].l += aside[row].l * weight(aside[row].m - now);
+            if (!of_out) continue;
+            const A factor = weight(maxima_of_out[row] - now);
+            for_each_sum(i, [&](A& own, A& sum) { own += sum * factor; });
+        }
+    };
+    auto put_aside = [&](int tile) {
+        const bool of_out = (tile + 1) % kOutGroup == 0;
+        take_back(tile, of_out);
+        __syncwarp();  // all lanes of a row have read what its first one overwrites
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const int row = warp_row + kLaneRows * i + lane.row;
+            const A l = state[i].normalizer();
+            if (lane.column == 0) aside[row] = {state[i].m, l};
+            state[i].l = 0;
+            if (!of_out) continue;
+            if (lane.column == 0) maxima_of_out[row] = state[i].m;
+            for_each_sum(i, [](A& own, A& sum) {
+                sum = own;
+                own = 0;
+            });
+        }
+        __syncwarp();  // all lanes of a row read what its first one wrote
+    };
     unsigned damaged = 0;  // bit i: row i met a non-finite value in a column of this thread
 
     // A second turn only after non-finite values: see lib/nonfinite.cuh.
@@ -163,8 +230,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             for (int c = 0; c < kOwnValues; ++c) out[i][c] = 0;
         }
 
-        for (int64 tile = block.tiles.begin; tile < block.tiles.end; ++tile) {
-            const int64 first_key = tile * kKeys;
+        const int first_tile = int(block.tiles.begin), end_tile = int(block.tiles.end);
+        for (int tile = first_tile; tile < end_tile; ++tile) {
+            const int64 first_key = int64(tile) * kKeys;
             const int begin = int(clamp(block.any.first - first_key, 0, kKeys));
             const int end = int(clamp(block.any.last + 1 - first_key, 0, kKeys));
 
@@ -173,14 +241,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             for (int64 chunk = 0;; chunk += kFeatures) {
                 const int64 features = min(p.features - chunk, int64(kFeatures));
                 __syncthreads();  // everyone is done with the tiles before these
-                load_tile<T, kKeys, kFeatures, kKeyStride, kThreads>(keys, block.k, first_key,
-                                                                     chunk, begin, end, features);
+                load_tile<T, kKeys, kFeatures, kKeyStride, kThreads, kAtOnce>(
+                    keys, block.k, first_key, chunk, begin, end, features);
                 if (chunk == 0 && p.values > 0)
-                    load_tile<T, kKeys, Tile::kValues, Tile::kValues, kThreads>(
+                    load_tile<T, kKeys, Tile::kValues, Tile::kValues, kThreads, kAtOnce>(
                         values, block.v, first_key, block.first_value, begin, end,
                         block.end_value - block.first_value, turn > 0);
-                if (!p.queries_stay || tile == block.tiles.begin)
-                    load_tile<T, Tile::kQueries, kFeatures, kKeyStride, kThreads>(
+                if (!p.queries_stay || tile == int(block.tiles.begin))
+                    load_tile<T, Tile::kQueries, kFeatures, kKeyStride, kThreads, kAtOnce>(
                         chunk_queries, block.q, block.first_row, chunk, 0,
                         int(block.end_row - block.first_row), features);
                 __syncthreads();
@@ -220,11 +288,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 }
                 state[i].l += sum;
             }
-            if (p.values == 0) continue;
-            __syncwarp();  // the lanes of a row read each other's weights
-            add_weighted_rows<Tile::kWeightStride, Tile::kValues>(
-                out, own_weights, values + lane.column * kVector<A>, end);
+            if (p.values > 0) {
+                __syncwarp();  // the lanes of a row read each other's weights
+                add_weighted_rows<Tile::kWeightStride, Tile::kValues>(
+                    out, own_weights, values + lane.column * kVector<A>, end);
+            }
+
+            if ((tile + 1) % kNormalizerGroup == 0 && tile + 1 < end_tile) put_aside(tile);
         }
+        take_back(end_tile - 1, true);
 
         if (turn > 0) break;
 #pragma unroll
@@ -240,7 +312,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         if (!block.redo) break;
     }
 
-    const Output<T> output(p, block.index, block.work.split);
+    const Output<T> output(p, out_start, lse_start);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
         const int64 row = row_of(i);
@@ -250,8 +322,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         const A inverse = A(1) / l;
 #pragma unroll
         for (int c = 0; c < kOwnValues; ++c) {
-            const int64 column = block.first_value + c / kVector<A> * kVector<A> * kLaneColumns +
-                                 lane.column * kVector<A> + c % kVector<A>;
+            const int64 column = column_of(c);
             if (column < block.end_value)
                 output.store(row, column, l == A(0) ? A(0) : out[i][c] * inverse);
         }

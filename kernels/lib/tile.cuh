@@ -19,8 +19,9 @@ constexpr int kLaneColumns = 8;
 struct LanePosition {
     int row, column;
 
-    __device__ __forceinline__ LanePosition() {
-        int lane = threadIdx.x % 32;
+    __device__ __forceinline__ LanePosition() : LanePosition(threadIdx.x) {}
+    __device__ __forceinline__ explicit LanePosition(unsigned thread) {
+        int lane = thread % 32;
         row = (lane & 1) | (lane >> 3 & 2);
         column = lane >> 1 & 7;
     }
@@ -50,7 +51,9 @@ __device__ __forceinline__ Vector<A> read_vector(const A* shared) {
 // Copies kRows x kColumns elements from row and column `row`, `column` of a matrix into a tile.
 // Tile rows outside begin..end - 1 and columns from `columns` on become 0: what lies there may be
 // no memory, or NaN. With `finite_only`, so do non-finite elements.
-template <typename T, int kRows, int kColumns, int kStride, int kThreads>
+//
+// A thread reads kAtOnce elements at a time where they are no neighbours.
+template <typename T, int kRows, int kColumns, int kStride, int kThreads, int kAtOnce = 4>
 __device__ __forceinline__ void load_tile(Accumulator<T>* tile, const Matrix<const T>& matrix,
                                           int64 row, int64 column, int begin, int end,
                                           int64 columns, bool finite_only = false) {
@@ -80,7 +83,7 @@ __device__ __forceinline__ void load_tile(Accumulator<T>* tile, const Matrix<con
     }
     // Neighbouring threads take neighbours in memory, be they in a row or in a column.
     const bool by_column = llabs(matrix.row_stride) < llabs(matrix.column_stride);
-#pragma unroll 4
+#pragma unroll kAtOnce
     for (int i = threadIdx.x; i < kRows * kColumns; i += kThreads) {
         int r = by_column ? i % kRows : i / kColumns, c = by_column ? i / kRows : i % kColumns;
         A x = 0;

@@ -1,9 +1,15 @@
 """These tests need CuPy, though most of them no GPU: without it they are not collected."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from cuflash.device.compiler import KernelName
 
 collect_ignore_glob = [] if importlib.util.find_spec("cupy") else ["test_*.py"]
 
@@ -26,8 +32,8 @@ _CAPABLE = {
 
 
 @pytest.fixture(scope="session")
-def kernels() -> None:
-    """Compile every kernel, in parallel, before the first test that runs one.
+def kernels() -> list[KernelName]:
+    """Compile every kernel, in parallel, before the first test that runs one; return their names.
 
     They also go to CuPy's cache on disk, where the processes that tests start find them.
     """
@@ -52,3 +58,4 @@ def kernels() -> None:
     for dtype in FLOATS:
         names += softmax_kernels(dtype, clusters=limits.cluster_blocks > 1)
     warm(names)
+    return names

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import cupy
 import numpy as np
 import pytest
+from cupy_backends.cuda.api import driver
 from hypothesis import example, given, settings
 
 import cuflash
 from cuflash import baselines, device, reference
 from cuflash.device.attention_plans_dmma import DMMA_CAPABILITIES
-from cuflash.problem import BFLOAT16
+from cuflash.device.compiler import load
+from cuflash.problem import BFLOAT16, AttentionArrays, AttentionProblem
 from cuflash.testing.bounds import assert_attention_close, expect_attention
 from cuflash.testing.cases import ALL_CASES
 from cuflash.testing.problems import AttentionCase
@@ -215,10 +217,11 @@ class _Peak(cupy.cuda.MemoryHook):
     name = "peak"
 
     def __init__(self):
-        self.live = self.peak = 0
+        self.live = self.peak = self.largest = 0
 
     def malloc_postprocess(self, **event):
         self.live += event["mem_size"]
+        self.largest = max(self.largest, event["mem_size"])
         self.peak = max(self.peak, self.live)
 
     def free_postprocess(self, **event):
@@ -232,16 +235,49 @@ def rounded(nbytes):
 @pytest.mark.parametrize("tq", [1, 4096])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16], ids=str)
 def test_memory_is_the_results_and_the_stated_workspace(tq, dtype):
+    """By every family of kernels: no record of an allocation has a byte for each score."""
     q, k, v = (normal(t, 2, 4, t, 64, dtype=dtype) for t in (tq, 4096, 4096))
-    workspace = cuflash.workspace_size(q, k, v)
-    assert bool(workspace) == (tq == 1)
-    with _Peak() as peak:
-        out, lse = cuflash.flash_attention(q, k, v, return_lse=True)
-    assert peak.peak == rounded(out.nbytes) + rounded(lse.nbytes) + rounded(workspace)
-    scratch = cupy.empty(workspace, np.uint8)
-    with _Peak() as peak:
-        cuflash.flash_attention(q, k, v, out=out, lse=lse, workspace=scratch)
-    assert peak.peak == 0
+    for method in device.attention_methods(AttentionProblem.of(AttentionArrays(q, k, v))):
+        workspace = cuflash.workspace_size(q, k, v, method=method)
+        assert bool(workspace) == (tq == 1)
+        call = partial(cuflash.flash_attention, q, k, v, method=method)
+        with _Peak() as peak:
+            out, lse = call(return_lse=True)
+        assert peak.peak == rounded(out.nbytes) + rounded(lse.nbytes) + rounded(workspace)
+        assert tq == 1 or peak.largest < 8 * tq * 4096
+        scratch = cupy.empty(workspace, np.uint8)
+        with _Peak() as peak:
+            call(out=out, lse=lse, workspace=scratch)
+        assert peak.peak == 0
+
+
+#: Four warpgroups spill the sums that a step needs only if it starts over.
+SPILLS = "WgmmaTile<4,"
+#: CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES of the driver, which CuPy does not name.
+LOCAL_SIZE_BYTES = 3
+
+
+def test_kernels_have_no_local_memory(kernels):
+    """What a thread knows of scores is in registers: of all kernels of attention, as loaded."""
+    local = {
+        name.expression: driver.funcGetAttribute(LOCAL_SIZE_BYTES, load(name, 0).ptr)
+        for name in kernels
+        if name.source.startswith("attention/") and SPILLS not in name.expression
+    }
+    assert local
+    assert {name: size for name, size in local.items() if size} == {}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_equal_weights_of_more_keys_than_sums_of_tiles_can_add(dtype):
+    """In one share: without sums of groups of tiles, out and lse err by several times the bound."""
+    q, k = np.full((2, 17, 8), 0.1, dtype), np.full((2, 2**16, 8), 0.1, dtype)
+    k[1, 0] *= 3  # all weights of an entry are 1, or all but one are equal and below
+    v = np.full((2, 2**16, 1), 1.1, dtype)
+    expected = expect_attention(q, k, v)
+    for method in METHODS:
+        out, lse = attend(method, num_splits=1, return_lse=True)(q, k, v)
+        assert_attention_close(out, lse, expected)
 
 
 def test_lengths_on_the_device_are_not_read_by_the_host():

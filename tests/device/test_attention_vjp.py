@@ -219,16 +219,26 @@ def test_offsets_past_2_to_the_31():
 # -------------------------------------------------------------------------- memory, streams, graphs
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_memory_is_linear_in_the_number_of_tokens(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "method"),
+    [
+        (np.float64, "simt"),
+        (np.float32, "simt"),
+        (np.float16, "simt"),
+        (np.float16, "mma"),
+        (np.float16, "auto"),
+    ],
+)
+def test_memory_is_linear_in_the_number_of_tokens(dtype, method):
     """Their results, and a number for each row; of 16 bits a few, and the sums of dq."""
-    for tokens in (1024, 4096, 16384, 65536):
+    for tokens in (1024, 16384):
         q, k, v, dout = (normal(seed, 2, tokens, 64, dtype=dtype) for seed in range(4))
-        options = {"window": (500, 0)}
+        options = {"window": (500, 0), "method": method}
         with _Peak() as peak:
             # Shares of the keys would have a workspace of their own.
             out, lse = cuflash.flash_attention(q, k, v, return_lse=True, num_splits=1, **options)
             grads = cuflash.flash_attention_vjp(dout, q, k, v, out, lse, **options)
+        assert peak.largest < 2 * tokens**2  # not a byte for each score
         workspace = cuflash.workspace_size(q, k, v, backward=True, **options)
         most = 4 * q.size + 5 * lse.nbytes if q.dtype == np.float16 else lse.nbytes
         assert workspace <= most + 32

@@ -65,6 +65,13 @@ def on_host_cuda(function, **options):
     return call
 
 
+def equal_terms(tq, tk, d, dtype):
+    """Return q, k and v of two entries: all weights are 1, or all but one are equal and below."""
+    q, k = np.full((2, tq, d), 0.1, dtype), np.full((2, tk, d), 0.1, dtype)
+    k[1, 0] *= 3
+    return q, k, np.full((2, tk, 1), 1.1, dtype)
+
+
 def normal(seed, *shape, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
@@ -95,6 +102,34 @@ def test_equal_weights_of_many_keys(tq, d, dtype):
     out, lse = on_host_cuda(cuflash.flash_attention)(q, k, v, num_splits=1, return_lse=True)
     assert_attention_close(out, lse, expect_attention(q, k, v))
     assert np.abs(out / v[0] - 1).max() < 2e-6 * np.finfo(dtype).eps / np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("tq", [1, 17])
+def test_equal_weights_of_more_keys_than_sums_of_tiles_can_add(tq, dtype):
+    """In one share: without sums of groups of tiles, out and lse err by several times the bound."""
+    q, k, v = equal_terms(tq, 2**16, 1, dtype)
+    call = on_host_cuda(cuflash.flash_attention)
+    out, lse = call(q, k, v, method="simt", num_splits=1, return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(("rise", "value"), [(0, np.nan), (1, np.inf), (-1, -np.inf)])
+def test_groups_of_tiles(rise, value, dtype):
+    """Maxima that rise and fall by group; values that few rows see; rows without keys."""
+    tk = 36_000
+    q, k, v = normal(0, 5, 2, dtype=dtype), normal(1, tk, 2, dtype=dtype), normal(2, tk, 3)
+    v = v.astype(dtype)
+    v[20_000, 1] = value
+    bias = np.linspace(0, 300 * rise, tk)
+    offset = np.array([-6, 19_998, 19_999, 35_996])[:, None]  # an entry each
+    options = {"bias": bias, "causal": True, "query_offset": offset[:, 0]}
+    q, k, v = (np.broadcast_to(x, (4, *x.shape)) for x in (q, k, v))
+    out, lse = on_host_cuda(cuflash.flash_attention)(
+        q, k, v, **options, method="simt", num_splits=1, return_lse=True
+    )
+    assert_attention_close(out, lse, expect_attention(q, k, v, **options))
 
 
 @pytest.mark.parametrize("law", ATTENTION_PROPERTIES)

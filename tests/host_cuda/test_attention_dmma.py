@@ -17,7 +17,14 @@ from cuflash.testing.properties import ATTENTION_PROPERTIES
 from cuflash.testing.strategies import attention_problems
 from tests.devices import H200
 from tests.host_cuda import builder
-from tests.host_cuda.test_attention import ORDERS, OTHER_CASES, on_host_cuda, plan_of, use
+from tests.host_cuda.test_attention import (
+    ORDERS,
+    OTHER_CASES,
+    equal_terms,
+    on_host_cuda,
+    plan_of,
+    use,
+)
 
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
 
@@ -158,6 +165,29 @@ def test_equal_terms(d, executor):
     assert np.abs(out / 1.1 - 1).max() < 4e-15
     out, lse = cuflash.flash_attention(q, k[:1], v[:1], method="mma", return_lse=True)
     assert_attention_close(out, lse, expect_attention(q, k[:1], v[:1]))
+
+
+def test_equal_terms_of_more_keys_than_sums_of_tiles_can_add(executor):
+    q, k, v = equal_terms(17, 2**16, 8, np.float64)
+    out, lse = cuflash.flash_attention(q, k, v, method="mma", num_splits=1, return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v))
+
+
+@pytest.mark.parametrize(("rise", "value"), [(0, np.nan), (1, np.inf), (-1, -np.inf)])
+@pytest.mark.parametrize("dv", [3, 32])
+def test_groups_of_tiles(dv, rise, value, executor):
+    """Maxima that rise and fall by group; values that few rows see; rows without keys."""
+    tk = 36_000
+    q, k, v = (
+        np.random.default_rng(n).normal(size=(4, t, n)) for t, n in ((5, 2), (tk, 2), (tk, dv))
+    )
+    v[:, 20_000, 1] = value
+    offset = np.array([-6, 19_998, 19_999, 35_996])
+    options = {"bias": np.linspace(0, 300 * rise, tk), "causal": True, "query_offset": offset}
+    out, lse = cuflash.flash_attention(
+        q, k, v, **options, method="mma", num_splits=1, return_lse=True
+    )
+    assert_attention_close(out, lse, expect_attention(q, k, v, **options))
 
 
 @pytest.mark.parametrize("size", [1e2, 2e4, 1e8, 1e15, 1e150])
