@@ -2,7 +2,7 @@
 // C-order matrix.
 //
 // A thread moves kRows neighbouring rows of one column at a time and keeps a state for each; the
-// kWidth threads beside each other read 64 or 128 bytes. The fewer rows a thread has, the fewer
+// kWidth threads beside each other read 64 to 256 bytes. The fewer rows a thread has, the fewer
 // states there are to unite.
 //
 // kHeld > 0: every lane holds that many columns in registers, so that rows of up to

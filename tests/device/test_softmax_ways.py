@@ -251,7 +251,7 @@ def test_many_rows_side_by_side(dtype):
     executor = FewClusters(1)
     columns = 264
     base = numbers(dtype, 2050 * columns)
-    for length in (2, 127, 128, 129, 511, 512, 513, 1023, 1024, 1025, 2050):
+    for length in (2, 128, 129, 512, 513, 1024, 1025, 2050):
         x = base[: length * columns].reshape(length, columns).copy()
         put(x, (slice(None), 3), -np.inf)
         put(x, (slice(None, None, 2), 5), -np.inf)
