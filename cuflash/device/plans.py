@@ -35,6 +35,7 @@ from .softmax_regimes import (
     StreamShape,
     cluster_capacity,
     cluster_shape,
+    column_tile,
     exchange_bytes,
     held_chunks,
     lanes_of,
@@ -419,8 +420,7 @@ class _Planner:
     def columns(self) -> tuple[Launch, ...]:
         """Return the kernel for rows side by side, with an order of sums of its own."""
         rows, limits = self._rows, self._limits
-        tiles = COLUMN_TILES[rows.dtype.itemsize, self._pairs]
-        tile = next(tile for tile in tiles if rows.columns <= tile.columns(limits))
+        tile = column_tile(rows.rows, rows.columns, rows.dtype, limits, pairs=self._pairs)
         lanes, blocks, count = tile.lanes, 1, -(-rows.rows // (tile.width * tile.rows))
         if not tile.held and tile.blocks <= limits.cluster_blocks:
             blocks = tile.blocks if count < limits.multiprocessors else 1

@@ -178,29 +178,32 @@ class ColumnTile:
 
 
 #: By bytes of an element and whether there are two operands, in the order of preference. Threads
-#: side by side read 128 bytes, where a block can hold that many rows, else 64. A lane holds 64
-#: bytes of short rows and 128 beyond: as few lanes as registers allow, since every one is a state
-#: to be united (16-bit rows of 512: 0.84; with 64 bytes 0.65, in clusters of 2 blocks 0.64).
-#: Fewer threads side by side beat a cluster of 2 (float64 of 1024: 0.76 to 0.73), and from a
-#: cluster of 16 on reading twice is as fast (0.55 to 0.50 in 16 bits, 0.53 to 0.53 in float64 at
-#: N = 16384). Beside them the shares at N = 128, 512, 1024 and 4096. Beyond: 0.55 at 16384; at
-#: 65536, of 64 tiles, 0.33 in a block each, 0.45 in clusters of 4, 0.49 of 8 and 0.50 of 16 (in
-#: float32 not measured).
+#: side by side read 256 bytes of short rows (float32 of 128: 0.92, 128 bytes 0.83; of 256 0.94 and
+#: 0.84; of 512 0.87 and 0.84; 16 bits of 128 0.91 and 0.84, of 512 0.59 and 0.83), then 128, and 64
+#: where a block cannot hold that many rows. A lane holds 64 to 128 bytes, as few lanes as registers
+#: allow, since every one is a state to be united; float32 256 bytes, for which a multiprocessor has
+#: one block, where it saves a cluster of 2 (of 1024: 0.81 to 0.76). Fewer threads side by side
+#: beat such a cluster in float64 (of 1024 0.76 to 0.73), and from a cluster of 16 on reading twice
+#: is as fast (0.55 to 0.50 in 16 bits, 0.53 to 0.53 in float64 at N = 16384). Beside them the
+#: shares at N = 128, 512, 1024 and 4096. Beyond: 0.58, 0.56 and 0.52 at 16384 in float32, 16 bits
+#: and float64; at 65536, of 64 tiles, 0.50, 0.49 and 0.46, in a block each 0.33 in 16 bits.
 COLUMN_TILES = {
-    # 0.85, 0.84, 0.73, 0.70
+    # 0.92, 0.87, 0.81, 0.68
     (4, False): (
-        ColumnTile(1, 32, 16, 8),
+        ColumnTile(2, 32, 16, 8),
+        ColumnTile(2, 32, 32, 16),
+        ColumnTile(1, 32, 64, 16),
         ColumnTile(1, 32, 32, 16, blocks=16),
         ColumnTile(2, 16, 0, 32, blocks=8),
     ),
-    # 0.84, 0.84, 0.74, 0.57
+    # 0.91, 0.82, 0.71, 0.60
     (2, False): (
-        ColumnTile(2, 32, 16, 4),
+        ColumnTile(4, 32, 16, 8),
         ColumnTile(2, 32, 32, 16),
         ColumnTile(2, 16, 32, 32, blocks=4),
         ColumnTile(4, 16, 0, 32, blocks=8),
     ),
-    # 0.83, 0.86, 0.76, 0.64
+    # 0.85, 0.84, 0.75, 0.63
     (8, False): (
         ColumnTile(1, 16, 8, 8),
         ColumnTile(1, 16, 16, 32),
@@ -214,6 +217,16 @@ COLUMN_TILES = {
     # 0.86, 0.82, 0.78, 0.61; beyond clusters 0.50
     (8, True): (ColumnTile(1, 16, 8, 32, blocks=16), ColumnTile(1, 16, 0, 32)),
 }
+
+
+def column_tile(
+    rows: int, columns: int, dtype: np.dtype, limits: DeviceLimits, *, pairs: bool
+) -> ColumnTile:
+    """Return the tile of rows side by side: the narrowest that holds them where tiles are few."""
+    fitting = [t for t in COLUMN_TILES[dtype.itemsize, pairs] if columns <= t.columns(limits)]
+    tiles = [tile for tile in fitting if tile.held] or fitting
+    many = rows >= tiles[0].rows * tiles[0].width * limits.multiprocessors
+    return tiles[0] if many else tiles[-1]
 
 
 def power_of_two(n: int) -> int:

@@ -2,7 +2,7 @@
 // C-order matrix.
 //
 // A thread moves kRows neighbouring rows of one column at a time and keeps a state for each; the
-// kWidth threads beside each other read 64 or 128 bytes. The fewer rows a thread has, the fewer
+// kWidth threads beside each other read 64 to 256 bytes. The fewer rows a thread has, the fewer
 // states there are to unite.
 //
 // kHeld > 0: every lane holds that many columns in registers, so that rows of up to
@@ -26,12 +26,12 @@ constexpr int kColumnBlocks = 2;
 #else
 constexpr int kColumnBlocks = 1;
 #endif
-// 128 bytes a lane do not fit 64 registers in float64, nor in 16 bits, of which the compiler widens
-// more at a time; but for softmax in bfloat16, where a shift widens.
+// 128 bytes a lane do not fit 64 registers in 16 bits, of which the compiler widens more at a time;
+// but for softmax in bfloat16, where a shift widens. 256 bytes never do.
 template <typename T, typename Operation, int kBytes>
-constexpr int kTileBlocks = kBytes < 128 || sizeof(T) == 4 ? kColumnBlocks : 1;
-template <typename A, int kBytes>
-constexpr int kTileBlocks<__nv_bfloat16, Softmax<A>, kBytes> = kColumnBlocks;
+constexpr int kTileBlocks = kBytes < 128 || (kBytes == 128 && sizeof(T) > 2) ? kColumnBlocks : 1;
+template <typename A>
+constexpr int kTileBlocks<__nv_bfloat16, Softmax<A>, 128> = kColumnBlocks;
 
 struct Once {
     static constexpr bool value = true;
@@ -95,6 +95,7 @@ __global__ void CUFLASH_CLUSTERS(kBlocks)
                 for (int i = 0; i < kHeld; ++i) {
                     const A weight = base[v].weight(widened(held[i], v));
                     if constexpr (kWeights) held[i].element[v] = weight;
+                    if constexpr (sizeof(T) == 8 && !kWeights) held[i] = words_here(held[i]);
                     base[v].l = add(base[v].l, weight);
                 }
                 state[v] = base[v];

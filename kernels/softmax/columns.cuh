@@ -104,12 +104,17 @@ class Tiles {
         A m[kRows], l[kRows];
 #pragma unroll
         for (int v = 0; v < kRows; ++v) m[v] = state[v].m;
-        reduce(m, Maximum{});
+        reduce<!kTogether>(m, Maximum{});
 #pragma unroll
         for (int v = 0; v < kRows; ++v) l[v] = state[v].relative_to(m[v]);
-        reduce(l, Plus{});
+        reduce<!kTogether>(l, Plus{});
 #pragma unroll
         for (int v = 0; v < kRows; ++v) state[v] = {m[v], l[v]};
+        if constexpr (kTogether) {
+            const OnlineSoftmax<A>* states = exchange(state, of_warps<State>() + warps() * kTile);
+#pragma unroll
+            for (int v = 0; v < kRows; ++v) state[v] = merge_all(states + v);
+        }
     }
     template <typename A>
     __device__ __forceinline__ void unite(Sum<A> (&sum)[kRows]) {
@@ -117,46 +122,62 @@ class Tiles {
     }
 
   private:
+    // Blocks exchange maxima and sums of several rows by one barrier, not two: an exponential for
+    // each block costs less. Of one row it does not.
+    static constexpr bool kTogether = kBlocks > 1 && kRows > 1;
+
     State* memory_;
     int turn_ = 0;
 
-    // Combines the values of the lanes in a warp, then of the warps, then of the blocks. Two
-    // buffers take turns, as in `Team`.
-    template <typename V, typename Combine>
-    __device__ __forceinline__ void reduce(V (&value)[kRows], Combine combine) {
+    static __device__ __forceinline__ int at() { return threadIdx.x % kWidth * kRows; }
+    static __device__ __forceinline__ int warps() { return blockDim.x / 32; }
+
+    // Memory for the values of the warps, then of the blocks. Two buffers take turns, as in `Team`.
+    template <typename V>
+    __device__ __forceinline__ V* of_warps() {
         static_assert(sizeof(V) <= sizeof(State), "more than an exchange can move");
-        const int at = threadIdx.x % kWidth * kRows, warps = blockDim.x / 32;
+        turn_ ^= 1;
+        return reinterpret_cast<V*>(memory_ + turn_ * (warps() + kBlocks) * kTile);
+    }
+
+    // Combines the values of the lanes in a warp, then of the warps, then of the blocks.
+    template <bool kOfBlocks = true, typename V, typename Combine>
+    __device__ __forceinline__ void reduce(V (&value)[kRows], Combine combine) {
 #pragma unroll
         for (int bit = kWidth; bit < 32; bit *= 2)
 #pragma unroll
             for (int v = 0; v < kRows; ++v)
                 value[v] = combine(value[v], shuffle_xor(value[v], bit));
-        turn_ ^= 1;
-        V* of_warps = reinterpret_cast<V*>(memory_ + turn_ * (warps + kBlocks) * kTile);
-        if (warps > 1) {
+        V* values = of_warps<V>();
+        if (warps() > 1) {
             if (threadIdx.x % 32 < kWidth) {
 #pragma unroll
                 for (int v = 0; v < kRows; ++v)
-                    of_warps[threadIdx.x / 32 * kTile + at + v] = value[v];
+                    values[threadIdx.x / 32 * kTile + at() + v] = value[v];
             }
             __syncthreads();
 #pragma unroll
             for (int v = 0; v < kRows; ++v)
-                value[v] = combine_all(of_warps + at + v, warps, combine);
+                value[v] = combine_all(values + at() + v, warps(), combine);
         }
-        if constexpr (kBlocks > 1) {
-            V* of_blocks = of_warps + warps * kTile;
-            for (int to = threadIdx.x / kWidth; to < kBlocks; to += blockDim.x / kWidth) {
+        if constexpr (kOfBlocks && kBlocks > 1) {
+            const V* of_blocks = exchange(value, values + warps() * kTile);
 #pragma unroll
-                for (int v = 0; v < kRows; ++v)
-                    send(value[v], of_blocks + rank() * kTile + at + v, to);
-            }
-            cluster_arrive();
-            cluster_wait();
-#pragma unroll
-            for (int v = 0; v < kRows; ++v)
-                value[v] = combine_all(of_blocks + at + v, kBlocks, combine);
+            for (int v = 0; v < kRows; ++v) value[v] = combine_all(of_blocks + v, kBlocks, combine);
         }
+    }
+
+    // Gives this block's values to all blocks, and returns those of block 0, each a tile before the
+    // next one's. `memory` is the same in all blocks.
+    template <typename V>
+    static __device__ __forceinline__ const V* exchange(const V (&value)[kRows], V* memory) {
+        for (int to = threadIdx.x / kWidth; to < kBlocks; to += blockDim.x / kWidth) {
+#pragma unroll
+            for (int v = 0; v < kRows; ++v) send(value[v], memory + rank() * kTile + at() + v, to);
+        }
+        cluster_arrive();
+        cluster_wait();
+        return memory + at();
     }
 
     // Of a row's values, one a warp or block, each a tile after the last.
@@ -166,6 +187,16 @@ class Tiles {
 #pragma unroll 2
         for (int i = 1; i < count; ++i) value = combine(value, first[i * kTile]);
         return value;
+    }
+    // The union of a row's states, one a block.
+    template <typename A>
+    static __device__ __forceinline__ OnlineSoftmax<A> merge_all(const OnlineSoftmax<A>* first) {
+        A m = first[0].m, l = 0;
+#pragma unroll 2
+        for (int i = 1; i < kBlocks; ++i) m = maximum(m, first[i * kTile].m);
+#pragma unroll 2
+        for (int i = 0; i < kBlocks; ++i) l = add(l, first[i * kTile].relative_to(m));
+        return {m, l};
     }
 };
 

@@ -439,12 +439,11 @@ __device__ __forceinline__ Accumulator<T> largest(Accumulator<T> m, const Wide<T
     return maximum(m, fold(chunk, Maximum{}));
 }
 
-// exp(x - m) for each element.
-template <typename T>
-__device__ __forceinline__ Wide<T> weights(const OnlineSoftmax<Accumulator<T>>& state,
-                                           Wide<T> chunk) {
+// weight(x) for each element.
+template <typename T, typename Weight>
+__device__ __forceinline__ Wide<T> weights(const Weight& weight, Wide<T> chunk) {
 #pragma unroll
-    for (int v = 0; v < kVector<T>; ++v) chunk.element[v] = state.weight(chunk.element[v]);
+    for (int v = 0; v < kVector<T>; ++v) chunk.element[v] = weight(chunk.element[v]);
     return chunk;
 }
 
@@ -452,9 +451,11 @@ __device__ __forceinline__ Wide<T> weights(const OnlineSoftmax<Accumulator<T>>& 
 template <typename T>
 __device__ __forceinline__ Accumulator<T> sum_of_weights(const OnlineSoftmax<Accumulator<T>>& state,
                                                          const Vector<T>* chunks) {
-    Accumulator<T> total = 0;
+    using A = Accumulator<T>;
+    A total = 0;
 #pragma unroll
-    for (int j = 0; j < kBatch<T>; ++j) total = add(total, sum(weights(state, Wide<T>(chunks[j]))));
+    for (int j = 0; j < kBatch<T>; ++j)
+        total = add(total, sum(weights([&](A x) { return state.weight(x); }, Wide<T>(chunks[j]))));
     return total;
 }
 

@@ -19,33 +19,6 @@ namespace cuflash {
 // Weights that a lane keeps: of rows of float as many as it holds, of 16-bit ones half.
 constexpr int kStreamWeights = 64;
 
-// The largest of many scores; of 16-bit ones two at a time, without widening them.
-template <typename T>
-struct Largest {
-    T m = lowest<T>();
-
-    __device__ __forceinline__ void push(const Vector<T>& chunk) { m = largest(m, Wide<T>(chunk)); }
-    __device__ __forceinline__ Accumulator<T> value() const { return m; }
-};
-template <typename T, typename Two>
-struct LargestOfPairs {
-    Two m{lowest<T>(), lowest<T>()};
-
-    __device__ __forceinline__ void push(const Vector<T>& chunk) {
-        struct Pairs {
-            Two pair[4];
-        };
-        const Pairs pairs = bytes_as<Pairs>(chunk);
-        m = __hmax2(m, __hmax2(__hmax2(pairs.pair[0], pairs.pair[1]),
-                               __hmax2(pairs.pair[2], pairs.pair[3])));
-    }
-    __device__ __forceinline__ float value() const { return maximum(widen(m.x), widen(m.y)); }
-};
-template <>
-struct Largest<__half> : LargestOfPairs<__half, __half2> {};
-template <>
-struct Largest<__nv_bfloat16> : LargestOfPairs<__nv_bfloat16, __nv_bfloat162> {};
-
 // The states of all warps as one.
 template <typename A, typename Exchange>
 __device__ __forceinline__ OnlineSoftmax<A> unite_warps(Exchange& exchange,
@@ -104,11 +77,12 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
 
         State group{of_warp(top.value(), Maximum{}), A(0)};
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) group.l = add(group.l, sum(held.weigh(i, group)));
+        for (int i = 0; i < kChunks; ++i) group.l = add(group.l, sum(held.weigh(i, group.m)));
+        const Weight<T, Operation> weight(group.m);
         for_each_rest([&](int stage, int s) {
 #pragma unroll
             for (int j = 0; j < kRun<1>; ++j) {
-                const Wide<T> ws = weights(group, Wide<T>(feed.chunk(stage, s, j, lowest<T>())));
+                const Wide<T> ws = weights(weight, Wide<T>(feed.chunk(stage, s, j, lowest<T>())));
                 if constexpr (kReplaces) feed.at(stage, j) = bytes_as<uint4>(ws);
                 group.l = add(group.l, sum(ws));
             }
@@ -128,7 +102,7 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
 #pragma unroll
                 for (int v = 0; v < kVector<T>; ++v)
                     result.element[v] =
-                        narrow<T>(result_of<kReplaces>(operation, scores.element[v]));
+                        narrow<T>(result_of_held<T, kReplaces>(operation, scores.element[v]));
                 store_streaming(y + (s * kRun<1> + j) * 32 * kVector<T>, result);
             }
             if constexpr (kReplaces) fence_shared_for_copies();

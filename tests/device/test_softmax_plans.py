@@ -166,6 +166,12 @@ def test_rows_side_by_side_are_read_in_bundles_where_no_method_is_asked_for():
     assert kernel(x, where=np.ones((100, 1), bool)) == "softmax/fused.cu"
 
 
+def side_by_side(length, rows, dtype):
+    """Return what stands for a C-order matrix; its elements are not to be touched."""
+    strides = rows * dtype.itemsize, dtype.itemsize
+    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), (length, rows), strides)
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("limits", [H200, T4], ids=["h200", "t4"])
 @pytest.mark.parametrize("operation", ["softmax", "softmax_vjp"])
@@ -174,9 +180,12 @@ def test_every_tile_of_columns_takes_the_rows_that_it_holds(dtype, limits, opera
     longest = 1  # an axis of one column is none
     for tile in COLUMN_TILES[dtype.itemsize, pairs]:
         shortest = longest + 1
+        if tile.columns(limits) < shortest:  # without clusters
+            continue
         longest = tile.columns(limits) if tile.held else 4 * shortest
         for length in (shortest, longest):
-            x = np.broadcast_to(np.zeros((), dtype), (1, 512)).repeat(length, 0)
+            rows = tile.rows * tile.width * limits.multiprocessors
+            x = side_by_side(length, rows, dtype)
             inputs = {"dy": x, "y": x} if pairs else {"x": x}
             problem = SoftmaxProblem.of(operation, inputs, 0)
             made = plan_softmax(problem, (ArraySpec.of(x),), True, limits)
@@ -188,9 +197,8 @@ def test_every_tile_of_columns_takes_the_rows_that_it_holds(dtype, limits, opera
             lanes = launch.block // tile.width * int(blocks)
             assert not tile.held or length <= lanes * tile.held
             assert 64 <= launch.block <= 512
-            assert launch.grid == 512 // (tile.rows * tile.width) * int(blocks)
-            few = not tile.held and limits.cluster_blocks > 1
-            assert not few or int(blocks) == tile.blocks
+            assert launch.grid == limits.multiprocessors * int(blocks)
+            assert tile.held or blocks == "1"
             assert int(blocks) <= limits.cluster_blocks
 
 
@@ -287,6 +295,17 @@ def test_gradients_of_one_long_row_fill_the_device(operation, shapes, limits):
     )
     assert {launch.kernel for launch in made.launches} <= set(softmax_kernels(np.dtype("f4")))
     assert made.workspace_bytes == 8 * limits.multiprocessors * (len(made.launches) - 1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_tiles_are_narrower_where_they_would_be_few(dtype):
+    for length in (2, 100, 500):
+        held = [t for t in COLUMN_TILES[dtype.itemsize, False] if length <= t.columns(H200)][:-1]
+        enough = held[0].rows * held[0].width * H200.multiprocessors
+        for rows, tile in ((enough, held[0]), (enough - 8, held[-1])):
+            (launch,) = plan(side_by_side(length, rows, dtype), 0).launches
+            assert launch.grid == -(-rows // (tile.rows * tile.width))
+            assert f", {tile.rows}, {tile.width}, {tile.held}, 1>" in launch.kernel.expression
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

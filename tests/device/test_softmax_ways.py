@@ -80,13 +80,13 @@ def matrix(base, rows, length, shift=0):
     return x
 
 
-def run(operation, inputs, executor, out=None, where=None):
+def run(operation, inputs, executor, out=None, where=None, axis=-1):
     """Return what an operation gives on an executor, in memory that was NaN."""
     names = ("dy", "y") if "vjp" in operation else ("x",)
     if out is None:
         out = cupy.empty_like(inputs[0])
         out.view(np.uint8).fill(0xFF)
-    problem = SoftmaxProblem.of(operation, dict(zip(names, inputs, strict=True)), -1, where)
+    problem = SoftmaxProblem.of(operation, dict(zip(names, inputs, strict=True)), axis, where)
     compute(problem, inputs, where, [out], executor)
     return out
 
@@ -243,6 +243,28 @@ def test_a_full_gpu_of_streamed_rows():
     online = cuflash.softmax(x, method="online")
     np.testing.assert_allclose(cupy.asnumpy(y.sum(1, dtype=np.float64)), 1, rtol=5e-6)
     assert bool((abs(y - online) <= 1e-5 * online).all())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_many_rows_side_by_side(dtype):
+    """Tiles that only many rows take, at their borders, with the last one not whole."""
+    executor = FewClusters(1)
+    columns = 264
+    base = numbers(dtype, 2050 * columns)
+    for length in (2, 128, 129, 512, 513, 1024, 1025, 2050):
+        x = base[: length * columns].reshape(length, columns).copy()
+        put(x, (slice(None), 3), -np.inf)
+        put(x, (slice(None, None, 2), 5), -np.inf)
+        put(x, (0, 6), np.nan)
+        exact = cupy.ascontiguousarray(wide(x).T)
+        for name, function in (("softmax", softmax), ("log_softmax", log_softmax)):
+            y = cupy.ascontiguousarray(bits(run(name, [x], executor, axis=0)).T).view(dtype)
+            for rows in (slice(0, 3), slice(4, 6), slice(7, None)):
+                eps = EPS[dtype.name], TINY[dtype.name]
+                assert_rows_close(y[rows], function(exact[rows]), eps)
+            assert bool(cupy.isnan(wide(y[6])).all())
+    sources = {launch.kernel.source for launch in executor.launched}
+    assert sources == {"softmax/columns.cu"}
 
 
 SHORT = [(dtype, n) for dtype in FLOATS for n in SHORT_LENGTHS[dtype.itemsize]]

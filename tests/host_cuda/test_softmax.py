@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import engine, reference
-from cuflash.device.softmax_regimes import PART_BYTES, SHORT_LENGTHS, rows_ahead
+from cuflash.device.softmax_regimes import COLUMN_TILES, PART_BYTES, SHORT_LENGTHS, rows_ahead
 from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS
 from cuflash.testing.bounds import assert_softmax_close, expect_softmax, expect_softmax_vjp
 from cuflash.testing.softmax_properties import (
@@ -93,6 +93,26 @@ def test_gradient(name):
     hypothesis_test(
         lambda case, method: vjp_matches_oracle(functions(name, method), vjp, case, name)
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        ("float16", (3.0, 300.0, 2048.0, 65504.0)),
+        ("bfloat16", (3.0, 300.0, 65504.0, 2.0**20 - 4096, 2.0**20, 1e9, 3e38)),
+    ],
+)
+def test_large_scores_of_16_bits(dtype, sizes, monkeypatch):
+    """Rows of a score and its next lower neighbours: where they are far apart, they still add."""
+    use(monkeypatch)
+    dtype = NUMBERS[dtype]
+    for top in (*sizes, *(-size for size in sizes)):
+        below = np.arange(300, dtype=np.uint16) % 3  # in units of the last place
+        bits = np.array(top, dtype).view(np.uint16) + (below if top < 0 else -below)
+        x = np.stack([bits, bits[:1].repeat(300)]).view(dtype)
+        y = cuflash.softmax(x, method="fused").astype(np.float64)
+        expected = reference.softmax(x.astype(np.float64))
+        np.testing.assert_allclose(y, expected, rtol=ml_dtypes.finfo(dtype).eps, atol=1e-7)
 
 
 def test_states_of_parts_merge():
@@ -219,6 +239,22 @@ def test_rows_side_by_side(length, dtype, order, monkeypatch, rng):
         y = getattr(cuflash, name)(x, 0)
         assert_softmax_close(y, expect_softmax(name, x, 0), name=name)
         assert executor.launched[-1].kernel.source == "softmax/columns.cu"
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [2, 31, 128, 129, 512, 513])
+def test_many_rows_side_by_side(length, dtype, monkeypatch, rng):
+    """The tiles of many rows, which are many where there is one multiprocessor."""
+    executor = use(monkeypatch, order="random", limits=replace(H200, multiprocessors=1))
+    x = rng.normal(size=(length, 136)).astype(NUMBERS[dtype])
+    x[:, 3], x[: length // 2, 5], x[length // 2, 135] = -np.inf, -np.inf, np.nan
+    for name in ("softmax", "log_softmax"):
+        y = getattr(cuflash, name)(x, 0)
+        assert_softmax_close(y, expect_softmax(name, x, 0), name=name)
+        tiles = COLUMN_TILES[x.itemsize, False]
+        tile = next(tile for tile in tiles if length <= tile.columns(executor.limits))
+        expected = f" {tile.rows}, {tile.width}, {tile.held}, 1>"
+        assert executor.launched[-1].kernel.expression.endswith(expected)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
