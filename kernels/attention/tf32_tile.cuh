@@ -1,0 +1,198 @@
+// The tile of attention in float32 on TF32 tensor cores, and products of nearly float32 accuracy.
+//
+// A float is the sum of two TF32 numbers, big and small, but for its last bit or two: three
+// products give that of two floats (3xTF32). Tensor cores cut off what a sum has no bits for,
+// always toward zero, so that errors of many terms add up. Sums are therefore short, begin with the
+// small products, and join those of a row by rounded additions.
+//
+// Of 16 features lane (g, t) takes the chunk t, two for each of two products; of 8 keys it takes 2t
+// and 2t + 1, as which it has weights, and of 32 columns of v the chunk g, one for each of four
+// products: of these its sums are those of columns 8t..8t + 7.
+#pragma once
+
+#include "attention/chunk_tile.cuh"
+#include "attention/mma_steps.cuh"
+#include "lib/nonfinite.cuh"
+
+namespace cuflash {
+
+// 16-row tiles of a warp, warps of a block, keys of a tile, padded features, columns of v that a
+// block takes, blocks that a multiprocessor should hold. `device/attention_plans_tf32.py` says
+// which tiles there are, and why.
+template <int kRowTiles_, int kWarps, int kKeys_, int kFeatures_, int kValues_, int kBlocks_,
+          int kValueSteps_ = 1, int kPass_ = 2>
+struct Tf32Tile {
+    static constexpr int kRowTiles = kRowTiles_, kThreads = 32 * kWarps;
+    static constexpr int kWarpRows = 16 * kRowTiles, kQueries = kWarpRows * kWarps;
+    static constexpr int kKeys = kKeys_, kFeatures = kFeatures_, kValues = kValues_;
+    static constexpr int kBlocks = kBlocks_, kValueSteps = kValueSteps_, kPass = kPass_;
+    static constexpr int kRows = 2 * kRowTiles;      // rows that a thread has a part of
+    static constexpr int kKeyTiles = kKeys / 8;      // 8 keys each
+    static constexpr int kValueTiles = kValues / 8;  // 8 columns each
+    static constexpr int kFeatureSteps = kFeatures / 16;
+    using Features = FeatureChunks<float, kFeatures>;
+    using Values = ValueChunks<float, kValues>;
+    static constexpr int kQueryBytes = kQueries * Features::kPitch;
+    static constexpr int kKeyBytes = kKeys * Features::kPitch;
+    static constexpr int kValueBytes = kKeys * Values::kPitch;
+};
+
+// Floats as the sums of two TF32 numbers.
+template <int kCount>
+struct Tf32Parts {
+    unsigned big[kCount], small[kCount];
+
+    // Beside a big part of infinity, which numbers from 2^128 - 2^115 on have too, the small one is
+    // an infinity of the other sign, or NaN.
+    __device__ __forceinline__ void set(int i, float x) {
+        big[i] = __float_as_uint(x) + 0x1000u & 0xffffe000u;  // rounded, ties away from zero
+        small[i] = __float_as_uint(x - __uint_as_float(big[i]));
+    }
+};
+
+// sum[m][n] += left[m] @ right[n] for kSteps products of depth 8.
+template <int kRowTiles, int kColumns, int kSteps>
+__device__ __forceinline__ void add_tf32_products(float (&sum)[kRowTiles][kColumns][4],
+                                                  const Tf32Parts<4> (&left)[kRowTiles][kSteps],
+                                                  const Tf32Parts<2> (&right)[kColumns][kSteps]) {
+#pragma unroll
+    for (int part = 0; part < 3; ++part)
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+                for (int m = 0; m < kRowTiles; ++m) {
+                    const Tf32Parts<4>& a = left[m][step];
+                    const Tf32Parts<2>& b = right[n][step];
+                    const unsigned (&of_b)[2] = part == 1 ? b.small : b.big;
+                    MatrixProduct<float>::add(sum[m][n], part == 0 ? a.small : a.big, of_b[0],
+                                              of_b[1]);
+                }
+}
+
+// s += queries @ keys^T, by tiles of 16 features. `own_query` and `own_key` are where a lane's rows
+// begin, and `other` how far from there the second tile is.
+template <typename Tile>
+__device__ __forceinline__ void add_tf32_scores(ScoreFragments<Tile>& s,
+                                                const unsigned char* own_query,
+                                                const unsigned char* own_key, int other) {
+    constexpr int kPass = Tile::kPass;  // products that hide each other's latency
+    constexpr int kPitch = Tile::Features::kPitch;
+#pragma unroll 1
+    for (int pair = 0; pair < Tile::kFeatureSteps / 2; ++pair)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int shift = pair * 128 + half * other;
+            Tf32Parts<4> a[Tile::kRowTiles][2];
+#pragma unroll
+            for (int i = 0; i < Tile::kRows; ++i) {
+                const Vector<float> x = chunk_at<float>(own_query + i * 8 * kPitch + shift);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) a[i / 2][e / 2].set(e % 2 * 2 + i % 2, x.element[e]);
+            }
+#pragma unroll
+            for (int first = 0; first < Tile::kKeyTiles; first += kPass) {
+                Tf32Parts<2> b[kPass][2];
+#pragma unroll
+                for (int n = 0; n < kPass; ++n) {
+                    const Vector<float> x =
+                        chunk_at<float>(own_key + (first + n) * 8 * kPitch + shift);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) b[n][e / 2].set(e % 2, x.element[e]);
+                }
+                float block[Tile::kRowTiles][kPass][4] = {};
+                add_tf32_products(block, a, b);
+#pragma unroll
+                for (int m = 0; m < Tile::kRowTiles; ++m)
+#pragma unroll
+                    for (int n = 0; n < kPass; ++n)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) s[m][first + n][e] += block[m][n][e];
+            }
+        }
+}
+
+// Replaces a thread's scores that are not finite by dot products in float32: of infinite operands,
+// and of large ones, the parts have no sum. `queries` and `keys` are the warp's rows and the tile.
+template <typename Tile>
+__device__ __forceinline__ void replace_nonfinite_scores(ScoreFragments<Tile>& s,
+                                                         const unsigned char* queries,
+                                                         const unsigned char* keys) {
+    using Features = typename Tile::Features;
+    constexpr int kColumns = 2 * Tile::kKeyTiles;
+    static_assert(Tile::kRows * kColumns <= 64, "a bit for each");
+    const int lane = threadIdx.x % 32;
+    unsigned long long left = 0;
+#pragma unroll
+    for (int n = 0; n < Tile::kRows * kColumns; ++n) {
+        const int i = n / kColumns, j = n % kColumns;
+        if (!is_finite(s[i / 2][j / 2][i % 2 * 2 + j % 2])) left |= 1ull << n;
+    }
+#pragma unroll 1
+    for (int own = 0; left; ++own, left >>= 1) {
+        if (!(left & 1)) continue;
+        const int column = own % kColumns;
+        const int row = own / kColumns * 8 + lane / 4;
+        const int key = column / 2 * 8 + lane % 4 * 2 + column % 2;
+        float dot = 0;
+#pragma unroll 1
+        for (int start = 0; start < Tile::kFeatures / 4; start += 4) {
+            float block = 0;
+#pragma unroll 1
+            for (int chunk = start; chunk < start + 4; ++chunk) {
+                const Vector<float> x = chunk_at<float>(queries + Features::at(row, chunk));
+                const Vector<float> y = chunk_at<float>(keys + Features::at(key, chunk));
+#pragma unroll
+                for (int e = 0; e < 4; ++e) block = multiply_add(x.element[e], y.element[e], block);
+            }
+            dot += block;
+        }
+#pragma unroll
+        for (int n = 0; n < Tile::kRows * kColumns; ++n) {
+            const int i = n / kColumns, j = n % kColumns;
+            if (n == own) s[i / 2][j / 2][i % 2 * 2 + j % 2] = dot;
+        }
+    }
+}
+
+// out += weights @ values, by tiles of 8 * kSteps keys. `own_value` is where a lane's chunk of its
+// first key lies.
+template <typename Tile>
+__device__ __forceinline__ void add_tf32_values(ValueFragments<Tile>& out,
+                                                const ScoreFragments<Tile>& weights,
+                                                const unsigned char* own_value) {
+    constexpr int kSteps = Tile::kValueSteps, kPitch = Tile::Values::kPitch;
+#pragma unroll
+    for (int start = 0; start < Tile::kKeyTiles; start += kSteps) {
+        Tf32Parts<4> a[Tile::kRowTiles][kSteps];
+#pragma unroll
+        for (int m = 0; m < Tile::kRowTiles; ++m)
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int part = 0; part < 4; ++part)
+                    a[m][step].set(part, weights[m][start + step][part % 2 * 2 + part / 2]);
+#pragma unroll
+        for (int first = 0; first < Tile::kValueTiles; first += 4) {
+            Tf32Parts<2> b[4][kSteps];
+#pragma unroll
+            for (int row = 0; row < 2 * kSteps; ++row) {
+                const int key = (start + row / 2) * 8 + row % 2;
+                const Vector<float> x = chunk_at<float>(own_value + key * kPitch + first * 32);
+#pragma unroll
+                for (int n = 0; n < 4; ++n) b[n][row / 2].set(row % 2, x.element[n]);
+            }
+            float block[Tile::kRowTiles][4][4] = {};
+            add_tf32_products(block, a, b);
+#pragma unroll
+            for (int m = 0; m < Tile::kRowTiles; ++m)
+#pragma unroll
+                for (int n = 0; n < 4; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) out[m][first + n][e] += block[m][n][e];
+        }
+    }
+}
+
+}  // namespace cuflash
