@@ -111,7 +111,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         const float sink = block.work.split == 0 ? block.score.sink : -infinity<float>();
 #pragma unroll
         for (int i = 0; i < kRows; ++i) state[i].begin(sink, t == 0);
-        bool large = have_large(state);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -150,7 +149,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 change_scores<Tile, Score>(
                     s, (block.tiles.begin + tile) * kKeys, whole,
                     [&](int) -> const Score& { return block.score; }, row_of);
-            weigh_scores<Tile>(s, state, out, unit, large);
+            weigh_rounded_scores<Tile>(s, state, out, unit);
             if (columns > 0) add_tf32_values<Tile>(out, s, own_value + stage * Tile::kValueBytes);
         }
 

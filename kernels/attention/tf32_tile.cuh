@@ -156,6 +156,47 @@ __device__ __forceinline__ void replace_nonfinite_scores(ScoreFragments<Tile>& s
     }
 }
 
+// Turns scores into weights relative to the rows' references, which rise, and with them the sums,
+// where a weight would be too large. Scores come times 1 / unit. Their products with it are
+// rounded, as references are: the weight of a row's only key is 1, and its result that key's value.
+template <typename Tile>
+__device__ __forceinline__ void weigh_rounded_scores(ScoreFragments<Tile>& s,
+                                                     FragmentRow (&state)[Tile::kRows],
+                                                     ValueFragments<Tile>& out, float unit) {
+    float top[Tile::kRows];  // of the keys of this thread alone, until a row needs more
+    bool passed = false;
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
+        top[i] = -infinity<float>();
+#pragma unroll
+        for (int j = 0; j < 2 * Tile::kKeyTiles; ++j)
+            top[i] = maximum(top[i], s[i / 2][j / 2][i % 2 * 2 + j % 2]);
+        top[i] = multiply(top[i], unit);
+        passed |= state[i].is_passed_by(top[i], 1);
+    }
+    if (__any_sync(kFullWarp, passed)) {
+#pragma unroll
+        for (int i = 0; i < Tile::kRows; ++i) {
+            top[i] = reduce_quad(top[i], [](float a, float b) { return maximum(a, b); });
+            const float factor = state[i].raise(top[i], 1);
+#pragma unroll
+            for (int j = 0; j < 2 * Tile::kValueTiles; ++j)
+                out[i / 2][j / 2][i % 2 * 2 + j % 2] *= factor;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
+        float sum = 0;
+#pragma unroll
+        for (int j = 0; j < 2 * Tile::kKeyTiles; ++j) {
+            float& x = s[i / 2][j / 2][i % 2 * 2 + j % 2];
+            x = exp2_approximate(add(multiply(x, unit), -state[i].reference));
+            sum += x;
+        }
+        state[i].l += sum;
+    }
+}
+
 // out += weights @ values, by tiles of 8 * kSteps keys. `own_value` is where a lane's chunk of its
 // first key lies.
 template <typename Tile>

@@ -161,7 +161,7 @@ def test_equal_terms(d, executor):
     assert_attention_close(out, lse, expect_attention(q, k[:1], v[:1]))
 
 
-@pytest.mark.parametrize("size", [1e2, 2e4, 1e8, 1e15, 1e150])
+@pytest.mark.parametrize("size", [1e2, 2e4, 1e8, 1e15, 1e18])
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"sinks": np.float32([3e9, -1])}, {"scale": -0.3}], ids=str
 )
@@ -208,27 +208,20 @@ def test_sequences_end_to_end(executor):
         assert_attention_close(out[rows], lse[rows], expected)
 
 
-def test_the_family_is_for_gpus_whose_tensor_cores_are_faster():
-    """Elsewhere, and for a few rows, auto is the plain kernel."""
-    shape = (64, 64, 64, 64)
-    for capability, method in (("80", "mma"), ("86", "simt"), ("89", "simt"), ("90", "mma")):
+def test_the_family_is_for_gpus_that_have_the_instruction():
+    """Elsewhere, for a few rows and for wide heads, auto is the plain kernel."""
+    for capability, method in (("75", "simt"), ("80", "mma"), ("89", "mma"), ("90", "mma")):
         limits = replace(H200, compute_capability=capability)
-        assert plan_of(*shape, dtype=np.float32, limits=limits).method == method
-    assert plan_of(3, 64, 64, 64, dtype=np.float32).method == "simt"
-    assert plan_of(64, 64, 257, 64, dtype=np.float32).method == "simt"
+        assert plan_of(64, 64, 64, 64, limits=limits).method == method
+    assert plan_of(3, 64, 64, 64).method == "simt"
+    assert plan_of(64, 64, 129, 64).method == "simt"
 
 
 def test_tiles_are_chosen_by_shape_and_shared_memory():
     """No row of the table is out of reach."""
-    a100 = {"compute_capability": "80", "shared_per_sm": 164 << 10, "shared_per_block": 163 << 10}
-    small = replace(H200, **a100)
-    chosen = {
-        plan_of(64, 64, d, dv, dtype=np.float32, limits=limits).tile
-        for d, dv in ((8, 8), (64, 64), (100, 300), (256, 8))
-        for limits in (H200, small)
-    }
+    shapes = ((8, 8), (64, 64), (100, 300), (64, 65))
+    chosen = {plan_of(64, 64, d, dv).tile for d, dv in shapes}
     assert {choice.tile for choice in TF32_TILES} <= chosen
-    assert plan_of(64, 64, 256, 64, dtype=np.float32, limits=small).method == "simt"
-    tiny = replace(small, shared_per_block=99_000)
-    assert plan_of(64, 64, 32, 32, dtype=np.float32, limits=tiny).method == "mma"
-    assert plan_of(64, 64, 32, 33, dtype=np.float32, limits=tiny).method == "simt"
+    turing = replace(H200, compute_capability="86", shared_per_block=99_000)
+    assert plan_of(64, 64, 64, 64, limits=turing).method == "mma"
+    assert plan_of(64, 64, 65, 64, limits=turing).method == "simt"
