@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     // Tiles before this one are copied whole. What no row sees in the first of them is a key, and a
     // value that is not finite there is found in the end.
     const bool aligned = has_aligned_rows(block.k) && has_aligned_rows(v);
-    const bool filled = aligned && p.features == Tile::kFeatures && columns == Tile::kValues;
+    const bool filled =
+        aligned && p.features == Tile::kFeatures && (columns == Tile::kValues || columns == 0);
     const int whole_end = filled ? tiles - (block.any.last + 1 < block.tiles.end * kKeys) : 0;
     ChunkCopies<Features, kKeys, kThreads, float> key_copies(keys, block.k,
                                                              block.tiles.begin * kKeys);
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         const int value_shift = (tile & 1) * Tile::kValueBytes;
         if (__builtin_expect(tile < whole_end, 1)) {
             key_copies.start(key_shift, p.k.row_stride);
-            value_copies.start(value_shift, p.v.row_stride);
+            if (columns > 0) value_copies.start(value_shift, p.v.row_stride);
             return;
         }
         const int64 first_key = (block.tiles.begin + tile) * kKeys;
@@ -125,8 +126,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 wait_for_copies<0>();
                 if (seen.again) {
                     __syncthreads();
-                    keep_finite<kKeys, Tile::kValues, kThreads, float>(values +
-                                                                       stage * Tile::kValueBytes);
+                    keep_divisible<kKeys * Tile::kValues, kThreads>(values +
+                                                                    stage * Tile::kValueBytes);
                 }
                 __syncthreads();  // the tile is there, and everyone is done with the one before
             }

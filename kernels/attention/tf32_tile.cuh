@@ -156,6 +156,18 @@ __device__ __forceinline__ void replace_nonfinite_scores(ScoreFragments<Tile>& s
     }
 }
 
+// Makes all elements of a tile that has arrived sums of two parts: NaN and inf become 0, and
+// numbers whose big part would be infinite the largest of the others, 2^-12 less.
+template <int kCount, int kThreads>
+__device__ __forceinline__ void keep_divisible(unsigned char* tile) {
+    const float most = __uint_as_float(0x7f7fefffu);
+#pragma unroll 1
+    for (int i = thread_here(); i < kCount; i += kThreads) {
+        float& x = reinterpret_cast<float*>(tile)[i];
+        x = fminf(fmaxf(finite_or_zero(x), -most), most);
+    }
+}
+
 // Turns scores into weights relative to the rows' references, which rise, and with them the sums,
 // where a weight would be too large. Scores come times 1 / unit. Their products with it are
 // rounded, as references are: the weight of a row's only key is 1, and its result that key's value.

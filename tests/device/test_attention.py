@@ -71,6 +71,8 @@ def by_family(function, method):
         capability = cupy.cuda.Device().compute_capability
         if q.dtype == np.float64:
             runs = q.shape[-1] <= 256 and capability in DMMA_CAPABILITIES
+        elif q.dtype == np.float32:
+            runs = q.shape[-1] <= 128 and int(capability) >= 80
         else:
             runs = q.dtype.itemsize == 2 and max(q.shape[-1], v.shape[-1]) <= 256
             runs &= int(capability) >= 80

@@ -133,6 +133,47 @@ def test_values_that_are_not_finite(d, executor):
     np.testing.assert_array_equal(out[1, :-1], clean[1, :-1])
 
 
+LARGEST = np.finfo(np.float32).max
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_keys_that_are_not_finite(value, score, executor):
+    """Of +inf a row is NaN, of -inf it does not see the key; rows of other keys have their bits."""
+    q, k, v = operands(64, 64)
+    q[..., 5] = np.abs(q[..., 5]) + np.float32(0.1)
+    q[:, ::7, 5] *= -1
+    options = {"PlainScore": {}, "RangedScore": {"causal": True}}.get(score, {"softcap": 3.0})
+    clean, _ = cuflash.flash_attention(q, k, v, **options, method="mma", return_lse=True)
+    k[:, 100, 5] = value
+    out, lse = cuflash.flash_attention(q, k, v, **options, method="mma", return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v, **options))
+    if score == "RangedScore":
+        np.testing.assert_array_equal(out[:, : 100 - (TK - TQ)], clean[:, : 100 - (TK - TQ)])
+        assert np.isnan(out).any() or value == -np.inf
+
+
+def test_keys_that_are_too_large_for_two_parts(executor):
+    """Rounded to TF32 they would be infinite; the others' scores keep their bits."""
+    q, k, v = operands(64, 64)
+    q[..., 5] = np.float32(2e-38)
+    clean, clean_lse = cuflash.flash_attention(q, k, v, method="mma", return_lse=True)
+    k[0, 100, 5], k[1, 7, 5] = LARGEST, -LARGEST
+    out, lse = cuflash.flash_attention(q, k, v, method="mma", return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v))
+    assert (lse != clean_lse).all() and np.isfinite(clean).all()
+
+
+@pytest.mark.parametrize("value", [LARGEST, -LARGEST, np.float32(3.4e38)])
+def test_the_largest_values(value, executor):
+    """Of one key each row's result is finite."""
+    q, k, v = operands(64, 64, tk=70)
+    v[:, ::2, ::3] = value
+    options = {"window": (0, 0)}
+    out = cuflash.flash_attention(q, k, v, **options, method="mma")
+    np.testing.assert_allclose(out, v, rtol=2.5e-4)
+
+
 @pytest.mark.parametrize("layout", ["transposed", "odd rows", "reversed", "broadcast"])
 def test_rows_that_are_not_copied_by_words(layout, executor):
     q, k, v = operands(33, 20)
