@@ -86,11 +86,10 @@ class Tf32Choice(NamedTuple):
 TF32_TILES = (
     Tf32Choice(
         64, 64, Tf32Tile(2, 4, 32, 64, 64, 2),
-        "32 rows a warp: the parts of keys and values serve two products; scores of 64 keys would "
-        "spill",
+        "32 rows a warp: the parts of keys and values serve two products",
     ),
     Tf32Choice(
-        128, math.inf, Tf32Tile(1, 4, 32, 128, 128, 2),
+        128, math.inf, Tf32Tile(1, 8, 32, 128, 128, 1),
         "sums of 128 columns leave registers for 16 rows a warp",
     ),
 )  # fmt: skip

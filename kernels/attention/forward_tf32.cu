@@ -24,6 +24,11 @@
 
 namespace cuflash {
 
+// What a warp knows of its tiles, and before which of them all are copied whole.
+struct CopiedTiles : WarpTiles {
+    int copied_end;
+};
+
 template <typename Score, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     forward_tf32(const __grid_constant__ AttentionParameters p) {
@@ -44,47 +49,52 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     auto row_of = [&](int i) { return block.first_row + warp_row + 8 * i + g; };
     const int tiles = int(block.tiles.end - block.tiles.begin);
     // What the loop seldom needs lies in shared memory: registers are few.
-    __shared__ WarpTiles tiles_of_warp[kThreads / 32];
+    __shared__ CopiedTiles tiles_of_warp[kThreads / 32];
     __shared__ unsigned damaged_rows[kThreads];  // bit i: NaN or inf in columns of row i
     __shared__ float references[Tile::kQueries];
-    WarpTiles& seen = tiles_of_warp[threadIdx.x / 32];
+    CopiedTiles& seen = tiles_of_warp[threadIdx.x / 32];
     if (lane == 0)
-        seen = WarpTiles::of(block.score, block.first_row + warp_row, Tile::kWarpRows, block.tiles,
-                             kKeys);
+        static_cast<WarpTiles&>(seen) = WarpTiles::of(block.score, block.first_row + warp_row,
+                                                      Tile::kWarpRows, block.tiles, kKeys);
     __syncwarp();
-    const float unit = Score::kScales ? kLog2OfE : block.score.scale * kLog2OfE;
-
-    const Matrix<const float> v = {&block.v.at(0, block.first_value), block.v.row_stride,
+    auto values_here = [&] {
+        return Matrix<const float>{&block.v.at(0, block.first_value), block.v.row_stride,
                                    block.v.column_stride};
-    const int columns = int(block.end_value - block.first_value);
+    };
+    auto columns_here = [&] { return int(block.end_value - block.first_value); };
+    auto are_aligned = [&] { return has_aligned_rows(block.k) && has_aligned_rows(values_here()); };
     // Tiles before this one are copied whole. What no row sees in the first of them is a key, and a
     // value that is not finite there is found in the end.
-    const bool aligned = has_aligned_rows(block.k) && has_aligned_rows(v);
-    const bool filled =
-        aligned && p.features == Tile::kFeatures && (columns == Tile::kValues || columns == 0);
-    const int whole_end = filled ? tiles - (block.any.last + 1 < block.tiles.end * kKeys) : 0;
+    if (lane == 0) {
+        const bool filled = are_aligned() && p.features == Tile::kFeatures &&
+                            (columns_here() == Tile::kValues || columns_here() == 0);
+        seen.copied_end = filled ? tiles - (block.any.last + 1 < block.tiles.end * kKeys) : 0;
+    }
+    __syncwarp();
     ChunkCopies<Features, kKeys, kThreads, float> key_copies(keys, block.k,
                                                              block.tiles.begin * kKeys);
-    ChunkCopies<Values, kKeys, kThreads, float> value_copies(values, v, block.tiles.begin * kKeys);
+    ChunkCopies<Values, kKeys, kThreads, float> value_copies(values, values_here(),
+                                                             block.tiles.begin * kKeys);
     auto load_tile = [&](int tile) {
         const int key_shift = (tile & 1) * Tile::kKeyBytes;
         const int value_shift = (tile & 1) * Tile::kValueBytes;
-        if (__builtin_expect(tile < whole_end, 1)) {
+        if (__builtin_expect(tile < seen.copied_end, 1)) {
             key_copies.start(key_shift, p.k.row_stride);
-            if (columns > 0) value_copies.start(value_shift, p.v.row_stride);
+            if (columns_here() > 0) value_copies.start(value_shift, p.v.row_stride);
             return;
         }
         const int64 first_key = (block.tiles.begin + tile) * kKeys;
         const int begin = int(clamp(block.any.first - first_key, 0, kKeys));
         const int end = int(clamp(block.any.last + 1 - first_key, 0, kKeys));
-        if (aligned) {
+        const int columns = columns_here();
+        if (are_aligned()) {
             key_copies.start_part(key_shift, p.k.row_stride, begin, end, int(p.features));
             value_copies.start_part(value_shift, p.v.row_stride, begin, end, columns);
         } else {
             copy_to_chunks<Features, kKeys, kThreads>(keys + key_shift, block.k, first_key, begin,
                                                       end, int(p.features));
-            copy_to_chunks<Values, kKeys, kThreads>(values + value_shift, v, first_key, begin, end,
-                                                    columns);
+            copy_to_chunks<Values, kKeys, kThreads>(values + value_shift, values_here(), first_key,
+                                                    begin, end, columns);
         }
     };
     if (tiles > 0) {
@@ -105,6 +115,23 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
     FragmentRow state[kRows];
     ValueFragments<Tile> out;
+    // The sums of a long row lie among the results while others are made: the error of n terms that
+    // are alike, added one by one, grows like n. `references` says what they are relative to.
+    constexpr int kTilesApart = 2048 / kKeys;
+    auto own_results = [&] {
+        const Output<float> output(p, block.index, block.work.split);
+        const int thread = thread_here(), row = thread / 32 * Tile::kWarpRows + thread % 32 / 4;
+        return OwnResults(output.template matrix<float>(), block.first_row + row, block.end_row,
+                          block.first_value + thread % 4 * 8, block.end_value);
+    };
+    auto add_stored_sums = [&](const OwnResults& from, int i, int column, Vector<float>& x) {
+        const float factor =
+            exp2_approximate(references[warp_row + 8 * i + g] - state[i].reference);
+        const Vector<float> stored = from.load(8 * i, column);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+            x.element[n] = multiply_add(stored.element[n], factor, x.element[n]);
+    };
 
     // A second turn only after NaN and inf.
 #pragma unroll 1
@@ -137,6 +164,20 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 value_copies.advance(p.v.row_stride, 1);
             }
             commit_copies();
+            if (tile > 0 && tile % kTilesApart == 0) {
+                const OwnResults to = own_results();
+                visit_sums<Tile>(out, [&](int i, int column, Vector<float>& x) {
+                    if (to.has(8 * i)) {
+                        if (tile > kTilesApart) add_stored_sums(to, i, column, x);
+                        to.store(8 * i, column, x);
+                    }
+                    x = {};
+                });
+                __syncwarp();
+#pragma unroll
+                for (int i = 0; i < kRows; ++i)
+                    references[warp_row + 8 * i + g] = state[i].reference;
+            }
             if (!seen.has(tile)) continue;
 
             ScoreFragments<Tile> s = {};
@@ -150,8 +191,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 change_scores<Tile, Score>(
                     s, (block.tiles.begin + tile) * kKeys, whole,
                     [&](int) -> const Score& { return block.score; }, row_of);
+            const float unit = Score::kScales ? kLog2OfE : block.score.scale * kLog2OfE;
             weigh_rounded_scores<Tile>(s, state, out, unit);
-            if (columns > 0) add_tf32_values<Tile>(out, s, own_value + stage * Tile::kValueBytes);
+            const int64 end = block.any.last + 1 - (block.tiles.begin + tile) * kKeys;
+            add_tf32_values<Tile>(out, s, own_value + stage * Tile::kValueBytes,
+                                  columns_here() == 0 ? 0 : int(min(end, int64(kKeys))));
+        }
+
+        if (tiles > kTilesApart) {
+            const OwnResults from = own_results();
+            visit_sums<Tile>(out, [&](int i, int column, Vector<float>& x) {
+                if (from.has(8 * i)) add_stored_sums(from, i, column, x);
+            });
         }
 
 #pragma unroll
@@ -186,36 +237,23 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     }
 
     const Output<float> output(p, block.index, block.work.split);
-    const Matrix<float> to = output.template matrix<float>();
-    const bool by_chunks = has_aligned_rows(to);
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        const int64 row = row_of(i);
-        if (row >= block.end_row) continue;
-        const float l = block.score.is_used(row) ? state[i].l : 0;
-        const float inverse = 1 / l;
         references[warp_row + 8 * i + g] = state[i].reference;
-        if (block.work.column_tile == 0 && t == 0)
-            output.store_lse(row, l == 0 ? -infinity<float>()
-                                         : multiply_add(state[i].reference, kLogOf2, logarithm(l)));
-#pragma unroll
-        for (int j = 0; j < kValueTiles; j += 4)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int64 column = block.first_value + 8 * j + 8 * t + 4 * e;
-                Vector<float> x;
-#pragma unroll
-                for (int n = 0; n < 4; ++n)
-                    x.element[n] = l == 0 ? 0 : out[i / 2][j + n][i % 2 * 2 + e] * inverse;
-                if (by_chunks && column + 3 < block.end_value) {
-                    store_streaming(&to.at(row, column), x);
-                    continue;
-                }
-#pragma unroll
-                for (int n = 0; n < 4; ++n)
-                    if (column + n < block.end_value) to.at(row, column + n) = x.element[n];
-            }
+        if (!block.score.is_used(row_of(i))) state[i].l = 0;
+        if (block.work.column_tile == 0 && t == 0 && row_of(i) < block.end_row)
+            output.store_lse(row_of(i), state[i].l == 0 ? -infinity<float>()
+                                                        : multiply_add(state[i].reference, kLogOf2,
+                                                                       logarithm(state[i].l)));
     }
+    const OwnResults to = own_results();
+    visit_sums<Tile>(out, [&](int i, int column, Vector<float>& x) {
+        const float l = state[i].l, inverse = 1 / l;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) x.element[n] = l == 0 ? 0 : x.element[n] * inverse;
+        if (to.has(8 * i)) to.store(8 * i, column, x);
+    });
     if (!block.redo) return;
 
     __syncwarp();  // add_nonfinite overwrites what other lanes wrote

@@ -19,13 +19,12 @@ namespace cuflash {
 // 16-row tiles of a warp, warps of a block, keys of a tile, padded features, columns of v that a
 // block takes, blocks that a multiprocessor should hold. `device/attention_plans_tf32.py` says
 // which tiles there are, and why.
-template <int kRowTiles_, int kWarps, int kKeys_, int kFeatures_, int kValues_, int kBlocks_,
-          int kValueSteps_ = 1, int kPass_ = 2>
+template <int kRowTiles_, int kWarps, int kKeys_, int kFeatures_, int kValues_, int kBlocks_>
 struct Tf32Tile {
     static constexpr int kRowTiles = kRowTiles_, kThreads = 32 * kWarps;
     static constexpr int kWarpRows = 16 * kRowTiles, kQueries = kWarpRows * kWarps;
     static constexpr int kKeys = kKeys_, kFeatures = kFeatures_, kValues = kValues_;
-    static constexpr int kBlocks = kBlocks_, kValueSteps = kValueSteps_, kPass = kPass_;
+    static constexpr int kBlocks = kBlocks_;
     static constexpr int kRows = 2 * kRowTiles;      // rows that a thread has a part of
     static constexpr int kKeyTiles = kKeys / 8;      // 8 keys each
     static constexpr int kValueTiles = kValues / 8;  // 8 columns each
@@ -77,7 +76,7 @@ template <typename Tile>
 __device__ __forceinline__ void add_tf32_scores(ScoreFragments<Tile>& s,
                                                 const unsigned char* own_query,
                                                 const unsigned char* own_key, int other) {
-    constexpr int kPass = Tile::kPass;  // products that hide each other's latency
+    constexpr int kPass = 4 / Tile::kRowTiles;  // products that hide each other's latency
     constexpr int kPitch = Tile::Features::kPitch;
 #pragma unroll 1
     for (int pair = 0; pair < Tile::kFeatureSteps / 2; ++pair)
@@ -209,32 +208,30 @@ __device__ __forceinline__ void weigh_rounded_scores(ScoreFragments<Tile>& s,
     }
 }
 
-// out += weights @ values, by tiles of 8 * kSteps keys. `own_value` is where a lane's chunk of its
-// first key lies.
+// out += weights @ values, by 8 keys. `own_value` is where a lane's chunk of its first key lies.
 template <typename Tile>
 __device__ __forceinline__ void add_tf32_values(ValueFragments<Tile>& out,
                                                 const ScoreFragments<Tile>& weights,
-                                                const unsigned char* own_value) {
-    constexpr int kSteps = Tile::kValueSteps, kPitch = Tile::Values::kPitch;
+                                                const unsigned char* own_value, int keys) {
+    constexpr int kPitch = Tile::Values::kPitch;
 #pragma unroll
-    for (int start = 0; start < Tile::kKeyTiles; start += kSteps) {
-        Tf32Parts<4> a[Tile::kRowTiles][kSteps];
+    for (int j = 0; j < Tile::kKeyTiles; ++j) {
+        if (j % 2 == 0 && 8 * j >= keys) break;
+        Tf32Parts<4> a[Tile::kRowTiles][1];
 #pragma unroll
         for (int m = 0; m < Tile::kRowTiles; ++m)
 #pragma unroll
-            for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-                for (int part = 0; part < 4; ++part)
-                    a[m][step].set(part, weights[m][start + step][part % 2 * 2 + part / 2]);
+            for (int part = 0; part < 4; ++part)
+                a[m][0].set(part, weights[m][j][part % 2 * 2 + part / 2]);
 #pragma unroll
         for (int first = 0; first < Tile::kValueTiles; first += 4) {
-            Tf32Parts<2> b[4][kSteps];
+            Tf32Parts<2> b[4][1];
 #pragma unroll
-            for (int row = 0; row < 2 * kSteps; ++row) {
-                const int key = (start + row / 2) * 8 + row % 2;
-                const Vector<float> x = chunk_at<float>(own_value + key * kPitch + first * 32);
+            for (int row = 0; row < 2; ++row) {
+                const Vector<float> x =
+                    chunk_at<float>(own_value + (j * 8 + row) * kPitch + first * 32);
 #pragma unroll
-                for (int n = 0; n < 4; ++n) b[n][row / 2].set(row % 2, x.element[n]);
+                for (int n = 0; n < 4; ++n) b[n][0].set(row, x.element[n]);
             }
             float block[Tile::kRowTiles][4][4] = {};
             add_tf32_products(block, a, b);
@@ -246,6 +243,61 @@ __device__ __forceinline__ void add_tf32_values(ValueFragments<Tile>& out,
                     for (int e = 0; e < 4; ++e) out[m][first + n][e] += block[m][n][e];
         }
     }
+}
+
+// Where a thread's results go: rows 8 apart, four neighbours at a time, from its first one on.
+struct OwnResults {
+    Matrix<float> to;
+    int rows, columns;  // that there are
+    bool aligned;
+
+    // All from `first_row` and `first_column` on up to the ends.
+    __device__ __forceinline__ OwnResults(const Matrix<float>& matrix, int64 first_row,
+                                          int64 end_row, int64 first_column, int64 end_column)
+        : to{&matrix.at(first_row, first_column), matrix.row_stride, matrix.column_stride},
+          rows(int(clamp(end_row - first_row, 0, 1 << 20))),
+          columns(int(clamp(end_column - first_column, 0, 1 << 20))),
+          aligned(has_aligned_rows(matrix)) {}
+
+    __device__ __forceinline__ bool has(int row) const { return row < rows; }
+    __device__ __forceinline__ Vector<float> load(int row, int column) const {
+        Vector<float> x{};
+        if (is_whole(column)) return *reinterpret_cast<const Vector<float>*>(&to.at(row, column));
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+            if (column + n < columns) x.element[n] = to.at(row, column + n);
+        return x;
+    }
+    __device__ __forceinline__ void store(int row, int column, const Vector<float>& x) const {
+        if (is_whole(column)) return store_streaming(&to.at(row, column), x);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+            if (column + n < columns) to.at(row, column + n) = x.element[n];
+    }
+
+  private:
+    __device__ __forceinline__ bool is_whole(int column) const {
+        return aligned && column + 3 < columns;
+    }
+};
+
+// Lets `visit(i, column, x)` change a thread's sums of its row i, four at a time; columns are
+// counted from its first one.
+template <typename Tile, typename Visit>
+__device__ __forceinline__ void visit_sums(ValueFragments<Tile>& out, Visit visit) {
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < Tile::kValueTiles; j += 4)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                Vector<float> x;
+#pragma unroll
+                for (int n = 0; n < 4; ++n) x.element[n] = out[i / 2][j + n][i % 2 * 2 + e];
+                visit(i, 8 * j + 4 * e, x);
+#pragma unroll
+                for (int n = 0; n < 4; ++n) out[i / 2][j + n][i % 2 * 2 + e] = x.element[n];
+            }
 }
 
 }  // namespace cuflash

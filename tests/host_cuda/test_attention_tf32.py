@@ -202,6 +202,23 @@ def test_equal_terms(d, executor):
     assert_attention_close(out, lse, expect_attention(q, k[:1], v[:1]))
 
 
+@pytest.mark.parametrize("layout", ["whole", "parts"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_sums_of_long_rows(d, layout, executor):
+    """Those that lie among the results follow a reference that rises, and a second turn."""
+    q, k, v = (x[:1] for x in operands(d, d, tq=40, tk=4500))
+    k *= np.linspace(0.2, 5, 4500, dtype=np.float32)[:, None]
+    v[:, 4480, 7] = np.nan
+    out = np.full((1, 40, d + 3), np.nan, np.float32)[..., : d if layout == "parts" else None]
+    if layout == "whole":
+        out = out[..., 3:].copy()
+    lse = np.full((1, 40), np.nan, np.float32)
+    options = {"method": "mma", "num_splits": 1, "causal": True}
+    cuflash.flash_attention(q, k, v, **options, out=out, lse=lse)
+    assert_attention_close(out, lse, expect_attention(q, k, v, causal=True))
+    assert np.isnan(out[0, 21:, 7]).all() and np.isfinite(out[0, :19]).all()
+
+
 @pytest.mark.parametrize("size", [1e2, 2e4, 1e8, 1e15, 1e18])
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"sinks": np.float32([3e9, -1])}, {"scale": -0.3}], ids=str
