@@ -191,13 +191,14 @@ def test_rows_that_are_not_copied_by_words(layout, executor):
     assert_attention_close(out, lse, expect_attention(*arrays))
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128])
 def test_equal_terms(d, executor):
     """Terms that are all alike, added one by one, would err in one direction: like their number."""
-    q, k, v = np.full((40, d), 0.1), np.full((4096, d), 0.1), np.full((4096, 8), 1.1)
+    terms = (((40, d), 0.1), ((8192, d), 0.1), ((8192, 8), 1.1))
+    q, k, v = (np.full(shape, x, np.float32) for shape, x in terms)
     out, lse = cuflash.flash_attention(q, k, v, method="mma", num_splits=1, return_lse=True)
     assert_attention_close(out, lse, expect_attention(q, k, v))
-    assert np.abs(out / 1.1 - 1).max() < 4e-15
+    assert np.abs(out / v[0] - 1).max() < 5e-7
     out, lse = cuflash.flash_attention(q, k[:1], v[:1], method="mma", return_lse=True)
     assert_attention_close(out, lse, expect_attention(q, k[:1], v[:1]))
 
