@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     ValueFragments<Tile> out;
     // The sums of a long row lie among the results while others are made: the error of n terms that
     // are alike, added one by one, grows like n. `references` says what they are relative to.
-    constexpr int kTilesApart = 2048 / kKeys;
+    constexpr int kTilesApart = 1024 / kKeys;
     auto own_results = [&] {
         const Output<float> output(p, block.index, block.work.split);
         const int thread = thread_here(), row = thread / 32 * Tile::kWarpRows + thread % 32 / 4;
