@@ -46,6 +46,7 @@ from .attention_plans_mma import (
 from .attention_plans_tf32 import (
     Tf32Tile,
     forward_tf32,
+    is_tf32_faster,
     tf32_kernels,
     tf32_obstacle,
     tf32_tile,
@@ -263,7 +264,8 @@ def attention_obstacles(problem: AttentionProblem, limits: DeviceLimits) -> dict
     obstacle = of_dtype.get(problem.dtype.name, mma_obstacle)(problem, limits)
     families: dict[str, str | None] = {"mma": obstacle, "simt": None}
     if problem.dtype.name in of_dtype:
-        if problem.mean_tq <= _FEW_QUERIES:
+        slow = problem.dtype == np.float32 and not is_tf32_faster(limits)
+        if slow or problem.mean_tq <= _FEW_QUERIES:
             # A few rows wait for memory, and fill no tile of tensor cores.
             families = dict(reversed(families.items()))
     return {"wgmma": wgmma_obstacle(problem, score_pipeline(problem), limits), **families}

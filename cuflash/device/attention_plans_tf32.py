@@ -11,6 +11,10 @@ from ..problem import AttentionProblem
 from .compiler import KernelName
 from .executor import DeviceLimits
 
+#: Compute capabilities whose tensor cores multiply TF32 more than three times as fast as vector units
+#: multiply float32: there three products for one are faster. On others (sm_86, 89, 120) they are as
+#: fast, or twice.
+TF32_CAPABILITIES = ("80", "90", "100", "103")
 SCORES = ("PlainScore", "RangedScore", "FullScore")
 
 
@@ -116,6 +120,11 @@ def tf32_obstacle(problem: AttentionProblem, limits: DeviceLimits) -> str | None
     if not any(_fitting(problem, limits)):
         return f"has no tile of {problem.d} features in float32 for this shared memory"
     return None
+
+
+def is_tf32_faster(limits: DeviceLimits) -> bool:
+    """Tell whether three TF32 products are faster than one in float32 on a device."""
+    return limits.compute_capability in TF32_CAPABILITIES
 
 
 def tf32_tile(problem: AttentionProblem, limits: DeviceLimits) -> Tf32Tile:

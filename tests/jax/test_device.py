@@ -67,8 +67,8 @@ def families(launched):
 @pytest.mark.parametrize(
     ("options", "dtype", "kernels"),
     [
-        ({}, np.float32, ["forward_tf32"]),
-        ({"num_splits": 2, "key_lengths": 60}, np.float32, ["forward_tf32", "combine"]),
+        ({}, np.float32, ["forward_simt"]),
+        ({"num_splits": 2, "key_lengths": 60}, np.float32, ["forward_simt", "combine"]),
         ({"causal": True}, jnp.bfloat16, ["forward_mma"]),
     ],
 )
