@@ -11,9 +11,9 @@ from ..problem import AttentionProblem
 from .compiler import KernelName
 from .executor import DeviceLimits
 
-#: Compute capabilities whose tensor cores multiply TF32 more than three times as fast as vector units
-#: multiply float32: there three products for one are faster. On others (sm_86, 89, 120) they are as
-#: fast, or twice.
+#: Compute capabilities whose tensor cores multiply TF32 more than three times as fast as vector
+#: units multiply float32: there three products for one are faster. On others (sm_86, 89, 120) they
+#: are as fast, or twice.
 TF32_CAPABILITIES = ("80", "90", "100", "103")
 SCORES = ("PlainScore", "RangedScore", "FullScore")
 

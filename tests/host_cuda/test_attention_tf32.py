@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 import cuflash
 from cuflash.device import attention_plans
-from cuflash.device.attention_plans_tf32 import TF32_TILES, SCORES
+from cuflash.device.attention_plans_tf32 import SCORES, TF32_TILES
 from cuflash.testing.bounds import assert_attention_close, expect_attention
 from cuflash.testing.cases import ALL_CASES
 from cuflash.testing.properties import ATTENTION_PROPERTIES

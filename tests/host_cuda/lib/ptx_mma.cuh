@@ -120,8 +120,8 @@ struct MatrixProduct {
     }
 };
 
-// A sum of products of TF32 numbers as tensor cores make it: each term is cut off some bits below the
-// last one of the largest, and so is the sum, where a float ends.
+// A sum of products of TF32 numbers as tensor cores make it: each term is cut off some bits below
+// the last one of the largest, and so is the sum, where a float ends.
 inline float cut_off_sum(const double (&terms)[9]) {
     constexpr int kGuardBits = 2;
     auto cut_off = [](double x, double unit) { return __builtin_trunc(x / unit) * unit; };
@@ -133,8 +133,7 @@ inline float cut_off_sum(const double (&terms)[9]) {
     }
     if (plain - plain != 0) return float(plain);
     double sum = 0;
-    for (double term : terms)
-        sum += cut_off(term, __builtin_ldexp(1, exponent - 23 - kGuardBits));
+    for (double term : terms) sum += cut_off(term, __builtin_ldexp(1, exponent - 23 - kGuardBits));
     if (sum == 0) return 0;
     return float(cut_off(sum, __builtin_ldexp(1, max(__builtin_ilogb(sum), -126) - 23)));
 }
