@@ -17,6 +17,7 @@ from cuflash.testing.properties import ATTENTION_PROPERTIES
 from cuflash.testing.strategies import attention_problems
 from tests.devices import H200
 from tests.host_cuda import builder
+from tests.host_cuda.builder import Edit
 from tests.host_cuda.test_attention import ORDERS, OTHER_CASES, on_host_cuda, plan_of, use
 
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
@@ -265,6 +266,43 @@ def test_sequences_end_to_end(executor):
         rows, keys = slice(*ends_q[i : i + 2]), slice(*ends_k[i : i + 2])
         expected = expect_attention(q[rows], k[keys], v[keys], causal=True)
         assert_attention_close(out[rows], lse[rows], expected)
+
+
+KERNEL, TILE = "attention/forward_tf32.cu", "attention/tf32_tile.cuh"
+FAULTS = {
+    "plain TF32": Edit(TILE, "int part = 0; part < 3;", "int part = 2; part < 3;"),
+    "a tile read before it is there": Edit(KERNEL, "wait_for_copies<0>();", ""),
+    "no second turn": Edit(KERNEL, "if (damaged) block.redo = 1;", ""),
+    "infinite scores left as they are": Edit(TILE, "left |= 1ull << n;", ";"),
+    "stored sums as they were": Edit(KERNEL, "stored.element[n], factor,", "stored.element[n], 1,"),
+    "sums of long rows forgotten": Edit(KERNEL, "if (tile > kTilesApart)", "if (false)"),
+}
+
+
+def three_calls(**options):
+    """Attend to a few keys, to one that is infinite, and to many of scores that rise."""
+    call = on_host_cuda(cuflash.flash_attention, limits=A100_LIKE, **options)
+    q, k, v = operands(64, 64)
+    far = k.copy()
+    far[:, 3, 5] = -np.inf * q[0, 0, 5]
+    q[..., 5] = q[0, 0, 5]
+    many, their_v = (x[:1] for x in operands(64, 32, tk=2100)[1:])
+    many = many * np.linspace(0.2, 5, 2100, dtype=np.float32)[:, None]
+    for keys, values in ((k, v), (far, v), (many, their_v)):
+        x = q[: len(keys)]
+        out, lse = call(x, keys, values, method="mma", num_splits=1, return_lse=True)
+        assert_attention_close(out, lse, expect_attention(x, keys, values))
+
+
+def test_nothing_planted():
+    three_calls()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_found(fault):
+    with pytest.raises((AssertionError, RuntimeError)):
+        for order in builder.HostKernel.ORDERS:
+            three_calls(edits=(FAULTS[fault],), order=order)
 
 
 def test_the_family_is_for_gpus_whose_tensor_cores_are_faster():
