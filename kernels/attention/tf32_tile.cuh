@@ -169,7 +169,7 @@ __device__ __forceinline__ void keep_divisible(unsigned char* tile) {
 
 // Turns scores into weights relative to the rows' references, which rise, and with them the sums,
 // where a weight would be too large. Scores come times 1 / unit. Their products with it are
-// rounded, as references are: the weight of a row's only key is 1, and its result that key's value.
+// rounded, as references are: the weight of a row's only key is 1.
 template <typename Tile>
 __device__ __forceinline__ void weigh_rounded_scores(ScoreFragments<Tile>& s,
                                                      FragmentRow (&state)[Tile::kRows],
@@ -208,7 +208,8 @@ __device__ __forceinline__ void weigh_rounded_scores(ScoreFragments<Tile>& s,
     }
 }
 
-// out += weights @ values, by 8 keys. `own_value` is where a lane's chunk of its first key lies.
+// out += weights @ values of the first `keys` keys, by 8. `own_value` is where a lane's chunk of
+// its first key lies.
 template <typename Tile>
 __device__ __forceinline__ void add_tf32_values(ValueFragments<Tile>& out,
                                                 const ScoreFragments<Tile>& weights,
@@ -216,6 +217,7 @@ __device__ __forceinline__ void add_tf32_values(ValueFragments<Tile>& out,
     constexpr int kPitch = Tile::Values::kPitch;
 #pragma unroll
     for (int j = 0; j < Tile::kKeyTiles; ++j) {
+        // Also where the compiler stops reading ahead, or it would spill.
         if (j % 2 == 0 && 8 * j >= keys) break;
         Tf32Parts<4> a[Tile::kRowTiles][1];
 #pragma unroll
