@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
             ScoreFragments<Tile> s = {};
             const unsigned char* const own_key = keys + stage * Tile::kKeyBytes + own_row;
-            add_tf32_scores<Tile>(s, own_query, own_key, other);
+            add_tf32_scores<Tile>(s, own_query, own_key, other, int(p.features));
             if (seen.again)
                 replace_nonfinite_scores<Tile>(s, queries + warp_row * Features::kPitch,
                                                keys + stage * Tile::kKeyBytes);

@@ -70,16 +70,17 @@ __device__ __forceinline__ void add_tf32_products(float (&sum)[kRowTiles][kColum
                 }
 }
 
-// s += queries @ keys^T, by tiles of 16 features. `own_query` and `own_key` are where a lane's rows
-// begin, and `other` how far from there the second tile is.
+// s += queries @ keys^T, by 16 of `features` features. `own_query` and `own_key` are where a lane's
+// rows begin, and `other` how far from there the second tile is.
 template <typename Tile>
 __device__ __forceinline__ void add_tf32_scores(ScoreFragments<Tile>& s,
                                                 const unsigned char* own_query,
-                                                const unsigned char* own_key, int other) {
+                                                const unsigned char* own_key, int other,
+                                                int features) {
     constexpr int kPass = 4 / Tile::kRowTiles;  // products that hide each other's latency
     constexpr int kPitch = Tile::Features::kPitch;
 #pragma unroll 1
-    for (int pair = 0; pair < Tile::kFeatureSteps / 2; ++pair)
+    for (int pair = 0; 32 * pair < features; ++pair)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int shift = pair * 128 + half * other;
