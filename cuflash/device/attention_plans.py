@@ -43,6 +43,14 @@ from .attention_plans_mma import (
     mma_score,
     mma_tile,
 )
+from .attention_plans_tf32 import (
+    Tf32Tile,
+    forward_tf32,
+    is_tf32_faster,
+    tf32_kernels,
+    tf32_obstacle,
+    tf32_tile,
+)
 from .attention_plans_wgmma import (
     READ_BY_CHUNKS,
     WGMMA_PARAMETERS,
@@ -213,7 +221,7 @@ def simt_tile(problem: AttentionProblem, limits: DeviceLimits) -> SimtTile:
     )
 
 
-Tile = SimtTile | MmaTile | DmmaTile | DecodeTile | WgmmaTile
+Tile = SimtTile | MmaTile | DmmaTile | Tf32Tile | DecodeTile | WgmmaTile
 #: Those that a plan can be asked for, so that tables can be measured.
 TunedTile = MmaTile | WgmmaTile
 SCORES = ("PlainScore", "RangedScore", "FullScore")
@@ -242,17 +250,24 @@ def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     for choice, score in product(SIMT_TILES, SCORES):
         if choice.accumulator == acc.name:
             yield _forward_simt(dtype, score, choice.tile)
-    yield from dmma_kernels() if dtype == np.float64 else mma_kernels(dtype)
+    if dtype == np.float64:
+        yield from dmma_kernels()
+    elif dtype == np.float32:
+        yield from tf32_kernels()
+    else:
+        yield from mma_kernels(dtype)
     yield from wgmma_kernels(dtype)
     yield from combine_kernels(dtype)
 
 
 def attention_obstacles(problem: AttentionProblem, limits: DeviceLimits) -> dict[str, str | None]:
     """Return why each kernel family cannot run a problem, None if it can, the fastest first."""
-    families: dict[str, str | None] = {"mma": mma_obstacle(problem, limits), "simt": None}
-    if problem.dtype == np.float64:
-        families["mma"] = dmma_obstacle(problem, limits)
-        if problem.mean_tq <= _FEW_QUERIES:
+    of_dtype = {"float64": dmma_obstacle, "float32": tf32_obstacle}
+    obstacle = of_dtype.get(problem.dtype.name, mma_obstacle)(problem, limits)
+    families: dict[str, str | None] = {"mma": obstacle, "simt": None}
+    if problem.dtype.name in of_dtype:
+        slow = problem.dtype == np.float32 and not is_tf32_faster(limits)
+        if slow or problem.mean_tq <= _FEW_QUERIES:
             # A few rows wait for memory, and fill no tile of tensor cores.
             families = dict(reversed(families.items()))
     return {"wgmma": wgmma_obstacle(problem, score_pipeline(problem), limits), **families}
@@ -302,6 +317,11 @@ def _forward(
         dmma = dmma_tile(problem, limits)
         kernel = forward_dmma(score, dmma)
         return _Forward(method, dmma, kernel, 32 * dmma.warps, dmma.shared_bytes, True)
+    if method == "mma" and problem.dtype == np.float32:
+        score = score if is_foldable(problem.scale) else "FullScore"
+        tf32 = tf32_tile(problem, limits)
+        kernel = forward_tf32(score, tf32)
+        return _Forward(method, tf32, kernel, 32 * tf32.warps, tf32.shared_bytes, True)
     if method == "mma":
         score = mma_score(problem, score)
         full = has_full_matrices(limits)

@@ -15,6 +15,7 @@ from .attention_plans import SIMT_TILES, attention_obstacles, plan_attention
 from .attention_plans_decode import DECODE_TILES
 from .attention_plans_dmma import DMMA_TILES
 from .attention_plans_mma import MMA_TILES, SM75_TILES
+from .attention_plans_tf32 import TF32_TILES
 from .attention_plans_wgmma import WgmmaTile, wgmma_choice
 from .attention_vjp_plans import attention_vjp_obstacles, plan_attention_vjp
 from .executor import DeviceLimits
@@ -83,6 +84,7 @@ def _reason(problem: AttentionProblem, tile: object) -> str:
         MMA_TILES,
         SM75_TILES,
         DMMA_TILES,
+        TF32_TILES,
         DECODE_TILES,
         SIMT_TILES,
     )

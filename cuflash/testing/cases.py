@@ -156,7 +156,10 @@ def case_13(library: Library) -> None:
         q, k = (x.astype(dtype_of(dtype)) for x in (q, k))
         v = _normal(0, 1, 1, 64, 128, dtype=dtype)
         out, lse = _attend(library, q, k, v)
-        _equal(out, v[..., :1, :], f"{dtype} out")
+        if dtype == "float32":  # a unit in the last place, which two TF32 parts do not always hold
+            _holds(np.abs(out - v[..., :1, :]) <= 2**-23 * np.abs(v[..., :1, :]), "float32 out")
+        else:
+            _equal(out, v[..., :1, :], f"{dtype} out")
         _holds(np.abs(lse + 17377.856) < 0.01, f"{dtype} lse is not -17377.856")
 
 

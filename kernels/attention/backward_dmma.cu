@@ -70,7 +70,7 @@ __device__ __forceinline__ void start_doubles(unsigned char* tile,
                                               int64 count, int columns) {
     const int end = int(clamp(count, 0, kRows));
     if (!has_aligned_rows(matrix))
-        return copy_doubles<Layout, kRows, kThreads>(tile, matrix, first, 0, end, columns);
+        return copy_to_chunks<Layout, kRows, kThreads>(tile, matrix, first, 0, end, columns);
     const DoubleCopies<Layout, kRows, kThreads> copies(tile, matrix, first);
     if (end == kRows && columns == Layout::kColumns)
         copies.start(0, matrix.row_stride);

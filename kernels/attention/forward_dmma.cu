@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_queries(double (&a)[8], const unsigned char
     for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const Vector<double> x = chunk_at(row + i * 8 * Layout::kPitch + half * other);
+            const Vector<double> x = chunk_at<double>(row + i * 8 * Layout::kPitch + half * other);
             a[4 * half + i] = x.element[0];
             a[4 * half + 2 + i] = x.element[1];
         }
@@ -125,7 +125,8 @@ __device__ __forceinline__ void add_double_scores(DoubleFragments<Tile::kKeyTile
                 for (int n = 0; n < kPass; ++n) {
                     const unsigned char* from =
                         own_key + step * 128 + (first + n) * 8 * Tile::Features::kPitch;
-                    const Vector<double> x = chunk_at(from), y = chunk_at(from + other);
+                    const Vector<double> x = chunk_at<double>(from),
+                                         y = chunk_at<double>(from + other);
                     MatrixProduct<double>::add(
                         block[n], a, {x.element[0], x.element[1], y.element[0], y.element[1]});
                 }
@@ -291,10 +292,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             key_copies.start_part(key_shift, p.k.row_stride, begin, end, int(p.features));
             value_copies.start_part(value_shift, p.v.row_stride, begin, end, columns);
         } else {
-            copy_doubles<Features, kKeys, kThreads>(keys + key_shift, block.k, first_key, begin,
-                                                    end, int(p.features));
-            copy_doubles<Values, kKeys, kThreads>(values + value_shift, v(), first_key, begin, end,
-                                                  columns);
+            copy_to_chunks<Features, kKeys, kThreads>(keys + key_shift, block.k, first_key, begin,
+                                                      end, int(p.features));
+            copy_to_chunks<Values, kKeys, kThreads>(values + value_shift, v(), first_key, begin,
+                                                    end, columns);
         }
     };
 
@@ -325,8 +326,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             DoubleCopies<Features, Tile::kQueries, kThreads>(queries, block.q, block.first_row)
                 .start_part(0, p.q.row_stride, 0, rows, int(p.features));
         else
-            copy_doubles<Features, Tile::kQueries, kThreads>(queries, block.q, block.first_row, 0,
-                                                             rows, int(p.features));
+            copy_to_chunks<Features, Tile::kQueries, kThreads>(queries, block.q, block.first_row, 0,
+                                                               rows, int(p.features));
     }
 
     DoubleRow state[2];

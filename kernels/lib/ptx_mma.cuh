@@ -154,6 +154,20 @@ struct MatrixProduct<double> {
     }
 };
 
+// The same in TF32, the upper 19 bits of a float, with g = lane / 4 and t = lane % 4: a 16 x 8 at
+// (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4); b 8 x 8 at (t, g), (t + 4, g); c as above. Lower
+// bits of a and b are ignored, and sums are cut off, not rounded.
+template <>
+struct MatrixProduct<float> {
+    static __device__ __forceinline__ void add(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                               unsigned b1) {
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
 // ------------------------------------------------------------------------------ additions (red)
 
 // Adds to two neighbours in global memory, at a multiple of 8 bytes, each atomically.

@@ -25,6 +25,7 @@ _CAPABLE = {
     "attention/decode_mma.cu": lambda capability: capability >= 80,
     "attention/forward_dmma.cu": lambda capability: capability >= 80,
     "attention/forward_mma.cu": lambda capability: capability >= 80,
+    "attention/forward_tf32.cu": lambda capability: capability >= 80,
     "attention/forward_wgmma.cu": lambda capability: capability == 90,
     "attention/backward_wgmma.cu": lambda capability: capability == 90,
     "attention/backward_wgmma_rows.cu": lambda capability: capability == 90,

@@ -73,6 +73,8 @@ def by_family(function, method):
         capability = cupy.cuda.Device().compute_capability
         if q.dtype == np.float64:
             runs = q.shape[-1] <= 256 and capability in DMMA_CAPABILITIES
+        elif q.dtype == np.float32:
+            runs = q.shape[-1] <= 128 and int(capability) >= 80
         else:
             runs = q.dtype.itemsize == 2 and max(q.shape[-1], v.shape[-1]) <= 256
             runs &= int(capability) >= 80
@@ -437,14 +439,27 @@ def test_results_lie_where_the_operands_do():
         np.testing.assert_array_equal(cupy.asnumpy(result), cupy.asnumpy(wanted))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_equal_weights_of_many_keys(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "method"), [(np.float32, "simt"), (np.float32, "mma"), (np.float64, "simt")]
+)
+def test_equal_weights_of_many_keys(dtype, method):
     """Terms that are all alike, added one by one, would err in one direction: like their number."""
     q, k = np.ones((40, 64), dtype), np.ones((16384, 64), dtype)
     v = np.full((16384, 64), 1.1, dtype)
-    out, lse = attend("simt", num_splits=1)(q, k, v, return_lse=True)
+    out, lse = attend(method, num_splits=1)(q, k, v, return_lse=True)
     assert_attention_close(out, lse, expect_attention(q, k, v))
     assert np.abs(out / v[0] - 1).max() < 1e-5 * np.finfo(dtype).eps / np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_long_rows_whose_scores_rise(d):
+    """What was summed of a row, wherever it is kept, follows each new maximum."""
+    rng = np.random.default_rng(d)
+    q, k, v = (rng.standard_normal((2, n, d), np.float32) for n in (140, 4500, 4500))
+    k *= np.linspace(0.2, 5, 4500, dtype=np.float32)[:, None]
+    v[1, 4400, 3] = np.nan
+    out, lse = attend("mma", num_splits=1)(q, k, v, causal=True, return_lse=True)
+    assert_attention_close(out, lse, expect_attention(q, k, v, causal=True))
 
 
 @pytest.mark.parametrize("method", ["simt", "mma"])

@@ -12,6 +12,7 @@ from cuflash._sources import kernel_source
 from cuflash.device.attention_plans_decode import DecodeTile
 from cuflash.device.attention_plans_dmma import DmmaTile
 from cuflash.device.attention_plans_mma import MmaTile
+from cuflash.device.attention_plans_tf32 import Tf32Tile
 from cuflash.device.attention_plans_wgmma import WGMMA_STEP_TILES, WGMMA_TILES, WgmmaTile
 from cuflash.device.attention_vjp_plans import PairTile, plan_attention_vjp
 from cuflash.device.attention_vjp_plans_wgmma import BACKWARD_WGMMA_TILES, BackwardWgmmaTile
@@ -22,6 +23,7 @@ from tests.devices import H200
 
 MMA = MmaTile(2, 4, 64, 64, 64, True, 2)
 DMMA = DmmaTile(4, 32, 64, 64, False, 2)
+TF32 = Tf32Tile(2, 4, 32, 64, 64, 2)
 WGMMA = WgmmaTile(2, 128, 128, 2, 4, True, True, True)
 DECODE = DecodeTile(4, 32, 64, 64, 3, True, 2)
 BACKWARD_WGMMA = BackwardWgmmaTile(2, 128, 3, 2, True)
@@ -67,6 +69,25 @@ def test_an_mma_tile_that_cannot_be_compiled_is_refused(change, message):
 def test_a_tile_in_float64_that_cannot_be_compiled_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(DMMA, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"warps": 2}, r"warps must lie in 3\.\.32, got 2"),
+        ({"row_tiles": 0}, "row_tiles must be positive, got 0"),
+        ({"blocks": 0}, "blocks must be positive, got 0"),
+        ({"keys": 24}, r"keys must be a multiple of 16 in 16\.\.64, got 24"),
+        ({"keys": 80}, r"keys must be a multiple of 16 in 16\.\.64, got 80"),
+        ({"features": 48}, "features must be a positive multiple of 32, got 48"),
+        ({"values": 0}, "values must be a positive multiple of 32, got 0"),
+        ({"warps": 6}, "6 warps cannot copy rows of 64 features in equal parts"),
+        ({"warps": 32, "keys": 16}, "32 warps cannot copy rows of 64 features in equal parts"),
+    ],
+)
+def test_a_tile_in_float32_that_cannot_be_compiled_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TF32, **change)
 
 
 @pytest.mark.parametrize(

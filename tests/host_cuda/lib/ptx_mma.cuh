@@ -120,6 +120,49 @@ struct MatrixProduct {
     }
 };
 
+// A sum of products of TF32 numbers as tensor cores make it: each term is cut off some bits below
+// the last one of the largest, and so is the sum, where a float ends.
+inline float cut_off_sum(const double (&terms)[9]) {
+    constexpr int kGuardBits = 2;
+    auto cut_off = [](double x, double unit) { return __builtin_trunc(x / unit) * unit; };
+    double plain = 0;
+    int exponent = -126;
+    for (double term : terms) {
+        plain += term;
+        if (term != 0 && term - term == 0) exponent = max(exponent, __builtin_ilogb(term));
+    }
+    if (plain - plain != 0) return float(plain);
+    double sum = 0;
+    for (double term : terms) sum += cut_off(term, __builtin_ldexp(1, exponent - 23 - kGuardBits));
+    if (sum == 0) return 0;
+    return float(cut_off(sum, __builtin_ldexp(1, max(__builtin_ilogb(sum), -126) - 23)));
+}
+
+template <>
+struct MatrixProduct<float> {
+    static void add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+        const unsigned lane = cuda_on_host::lane();
+        double rows[2][8], columns[2][8];
+        auto number = [](unsigned bits) { return double(bits_as<float>(bits & 0xffffe000u)); };
+        for (int half = 0; half < 2; ++half) {
+            const auto* all = cuda_on_host::exchange(
+                kFullWarp, a[2 * half] | 1ull * a[2 * half + 1] << 32, __LINE__);
+            for (int i = 0; i < 2; ++i)
+                for (int t = 0; t < 4; ++t)
+                    rows[i][half * 4 + t] = number(unsigned(all[lane / 4 * 4 + t] >> 32 * i));
+        }
+        const auto* all = cuda_on_host::exchange(kFullWarp, b0 | 1ull * b1 << 32, __LINE__);
+        for (int n = 0; n < 2; ++n)
+            for (int k = 0; k < 8; ++k)
+                columns[n][k] = number(unsigned(all[(lane % 4 * 2 + n) * 4 + k % 4] >> k / 4 * 32));
+        for (int i = 0; i < 4; ++i) {
+            double terms[9] = {c[i]};
+            for (int k = 0; k < 8; ++k) terms[1 + k] = rows[i / 2][k] * columns[i % 2][k];
+            c[i] = cut_off_sum(terms);
+        }
+    }
+};
+
 template <>
 struct MatrixProduct<double> {
     static void add(double (&c)[4], const double (&a)[8], const double (&b)[4]) {
