@@ -222,14 +222,14 @@ __device__ __forceinline__ void multiply_rows(PairFragments<Tile>& pairs,
             for (int part = 0; part < 4 * Tile::kRowTiles; ++part) {
                 const int row = part % (2 * Tile::kRowTiles), half = part / (2 * Tile::kRowTiles);
                 const Vector<double> x =
-                    chunk_at(own_row + step * 128 + row * 8 * kPitch + half * other);
+                    chunk_at<double>(own_row + step * 128 + row * 8 * kPitch + half * other);
                 a[row / 2][4 * half + row % 2] = x.element[0];
                 a[row / 2][4 * half + 2 + row % 2] = x.element[1];
             }
 #pragma unroll
             for (int j = 0; j < Tile::kMetTiles; ++j) {
                 const unsigned char* from = own_met + step * 128 + j * 8 * kPitch;
-                const Vector<double> x = chunk_at(from), y = chunk_at(from + other);
+                const Vector<double> x = chunk_at<double>(from), y = chunk_at<double>(from + other);
                 const double b[4] = {x.element[0], x.element[1], y.element[0], y.element[1]};
 #pragma unroll
                 for (int m = 0; m < Tile::kRowTiles; ++m)
