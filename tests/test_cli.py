@@ -382,7 +382,9 @@ def test_regimes_of_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -
     ("arguments", "taken", "said"),
     [
         (["2,16,4096,128"], "wgmma", "tile    128 queries x 128 keys: the largest tile"),
-        (["2,16,4096,128", "--softcap", "30"], "mma", "wgmma   has no kernel for options"),
+        (["2,16,4096,128", "--softcap", "30"], "wgmma", "cuflash::SoftcapScore<float>"),
+        (["2,16,4096,128", "--softcap", "1e30"], "mma", "wgmma   has no kernel for a softcap"),
+        (["2,16,512,256", "--softcap", "30"], "wgmma", "128 queries x 64 keys: as without"),
         (["2,16,4096,128", "--device-like", "t4"], "simt", "mma     needs compute capability 8.0"),
         (
             ["2,16,4096,64", "--device-like", "t4", "--dtype", "float16"],
@@ -390,7 +392,7 @@ def test_regimes_of_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -
             "forward_mma_sm75.cu",
         ),
         (["2,16,4096,300"], "simt", "wgmma   needs at most 256 features"),
-        (["4,64,64", "4,0,64", "--causal"], "mma", "wgmma   needs keys"),
+        (["4,64,64", "4,0,64", "--causal"], "mma", "wgmma   needs 1 to"),
         (["1,32,1,128", "1,8,65536,128", "--enable-gqa"], "mma", "shares, merged by"),
         (["0,64,64"], "", "there is nothing to write"),
     ],

@@ -44,6 +44,7 @@ from .attention_plans_mma import (
     mma_tile,
 )
 from .attention_plans_wgmma import (
+    READ_BY_CHUNKS,
     WGMMA_PARAMETERS,
     Maps,
     WgmmaTile,
@@ -361,6 +362,7 @@ _SLOT_MEMBERS = slot_members(_OPERANDS)
 _FORWARD_SLOTS = Slots(ATTENTION_PARAMETERS, _SLOT_MEMBERS)
 _WGMMA_SLOTS = Slots(WGMMA_PARAMETERS, [f"attention.{member}" for member in _SLOT_MEMBERS])
 _MAPPED = tuple(_OPERANDS.index(name) for name in ("q", "k", "v", "out"))
+_READ_BY_CHUNKS = tuple(_OPERANDS.index(name) for name in READ_BY_CHUNKS)
 _EVEN_SLOTS = Slots(COMBINE_EVEN, ["out.data", "lse.data", "parts.out.data", "parts.lse.data"])
 #: Partial results begin at a multiple of this.
 _ALIGNMENT = 16
@@ -506,7 +508,7 @@ def plan_attention(
     maps = None
     if isinstance(tile, WgmmaTile):
         mapped_out = out if out_has_map(problem, out, splits) else None
-        maps = plan_maps(problem, tile, axes, mapped_out, _MAPPED)
+        maps = plan_maps(problem, tile, axes, mapped_out, _MAPPED, _READ_BY_CHUNKS)
         if maps is None:  # batch axes in more than three steps
             fallback = replace(problem, method="mma", num_splits=splits)
             return plan_attention(fallback, out, lse, limits)

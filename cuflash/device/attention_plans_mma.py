@@ -160,14 +160,14 @@ SM75_TILES = (
 _FULL_MATRICES = 80
 
 #: Score pipelines without steps, and those with a single one, by the option that is the step.
-_BOUNDS = ("PlainScore", "RangedScore")
-_SINGLE_STEPS = {
+BOUNDS = ("PlainScore", "RangedScore")
+SINGLE_STEPS = {
     "softcap": "SoftcapScore",
     "bias": "BiasScore",
     "alibi_slopes": "AlibiScore",
     "mask": "MaskScore",
 }
-_STEPS = (*_SINGLE_STEPS.values(), "FullScore")
+_STEPS = (*SINGLE_STEPS.values(), "FullScore")
 #: Those that come after the scale, which is thus never folded into the exponent.
 _SCALED_STEPS = ("softcap", "bias")
 #: The widest heads there is a tile for.
@@ -210,10 +210,10 @@ def has_full_matrices(limits: DeviceLimits) -> bool:
 
 def mma_score(problem: AttentionProblem, score: str) -> str:
     """Return the score pipeline, given the least of those that every family has."""
-    steps = [name for name in _SINGLE_STEPS if getattr(problem, name) is not None]
+    steps = [name for name in SINGLE_STEPS if getattr(problem, name) is not None]
     foldable = is_foldable(problem.scale)
     if len(steps) == 1 and (foldable or steps[0] in _SCALED_STEPS):
-        return _SINGLE_STEPS[steps[0]]
+        return SINGLE_STEPS[steps[0]]
     return score if foldable else "FullScore"  # other scales are a step
 
 
@@ -231,7 +231,7 @@ def mma_choice(problem: AttentionProblem, score: str, limits: DeviceLimits) -> M
         if problem.mean_tq <= choice.queries
         and problem.d <= choice.features
         and problem.dv <= choice.values
-        and (choice.steps or score in _BOUNDS)
+        and (choice.steps or score in BOUNDS)
     ]
     for choice in fitting:
         needed = choice.tile.shared_bytes + _RESERVED_SHARED
@@ -258,12 +258,12 @@ def mma_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     """Yield every kernel that a plan for q, k, v of this dtype can launch."""
     if dtype.itemsize == 2:
         for choice in MMA_TILES:
-            for score in _BOUNDS + _STEPS * choice.steps:
+            for score in BOUNDS + _STEPS * choice.steps:
                 yield forward_mma(dtype, score, choice.tile)
         yield from decode_kernels(dtype)
 
 
 def sm75_kernels() -> Iterator[KernelName]:
     """Yield every kernel that a plan for compute capability 7.5 can launch on tensor cores."""
-    for choice, score in product(SM75_TILES, _BOUNDS + _STEPS):
+    for choice, score in product(SM75_TILES, BOUNDS + _STEPS):
         yield forward_mma(np.dtype(np.float16), score, choice.tile, full=False)

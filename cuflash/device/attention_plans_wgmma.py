@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..problem import ArraySpec, AttentionProblem
-from .attention_plans_mma import WIDEST, mma_score
+from .attention_plans_mma import BOUNDS, SINGLE_STEPS, WIDEST, mma_score
 from .compiler import KernelName, ParameterBlock
 from .executor import DeviceLimits
 from .parameters import ATTENTION_PARAMETERS, BatchPlan
@@ -24,6 +24,8 @@ MAP_WORDS = 16
 #: Operands that have a map, in the order of the parameter block, and where they are among the
 #: pointers of a plan.
 _MAPPED = ("q", "k", "v", "out")
+#: Options that have an element for each pair.
+READ_BY_CHUNKS = ("mask", "bias")
 
 
 def mapped_block(c_name: str, maps: Sequence[str], fields: dict[str, Any]) -> ParameterBlock:
@@ -127,7 +129,8 @@ class WgmmaChoice(NamedTuple):
     """A row of the table: the widest heads, and the queries, that take the tile.
 
     Queries are `least` or more and fewer than `below`; with `diagonal` only where bounds follow the
-    query's position (causal, window). `rejected` are neighbours that were slower.
+    query's position (causal, window). `rejected` are neighbours that were slower. `steps` are the
+    options that change the scores of the tile, one at a time.
     """
 
     width: int
@@ -137,6 +140,7 @@ class WgmmaChoice(NamedTuple):
     tile: WgmmaTile
     reason: str
     rejected: tuple[WgmmaTile, ...]
+    steps: tuple[str, ...] = ()
 
 
 # Figures are rates over cuDNN's at T = 512, 2048 and 8192.
@@ -197,8 +201,40 @@ WGMMA_TILES = (
     ),
 )  # fmt: skip
 
-#: Score pipelines without steps: with steps, all tiles would look for a maximum.
-WGMMA_SCORES = ("PlainScore", "RangedScore")
+_STEPS = tuple(SINGLE_STEPS)
+#: The same for scores that an option changes: such tiles look for their maximum, all of them.
+WGMMA_STEP_TILES = (
+    WgmmaChoice(
+        64, 0, math.inf, False, replace(_D64_SMALL, topless=False),
+        "224 registers a thread: the float32 bias of a tile waits there while products run",
+        (replace(_D64_THREE, topless=False),), ("bias",),
+    ),
+    WgmmaChoice(
+        64, 0, math.inf, False, replace(_D64_APART, topless=False),
+        "as without options under a diagonal",
+        (
+            replace(_D64, topless=False), replace(_D64_SMALL, topless=False),
+            replace(_D64_THREE, topless=False),
+        ),
+        ("softcap", "alibi_slopes", "mask"),
+    ),
+    WgmmaChoice(
+        128, 0, math.inf, False, replace(_D128, topless=False),
+        "as without options: the largest tile of keys that leaves two stages",
+        (
+            replace(_D128, turns=False, topless=False),
+            WgmmaTile(2, 64, 128, 4, 4, True, False),
+        ),
+        _STEPS,
+    ),
+    WgmmaChoice(
+        256, 0, math.inf, False, _D256_EXACT,
+        "as without options: 64 keys leave room for results on their way out",
+        (), _STEPS,
+    ),
+)  # fmt: skip
+#: The smallest and largest softcap with which no step of tanh(s / cap) leaves float32.
+_CAPS = (2.0**-60, 2.0**60)
 #: 32-bit positions of keys leave room for the rows of a tile: `Band` in lib/score.cuh.
 _MOST_KEYS = 2**31 - 512
 #: Fewer query rows leave most of a tile empty: `mma` has smaller ones.
@@ -218,7 +254,15 @@ def wgmma_obstacle(problem: AttentionProblem, score: str, limits: DeviceLimits) 
     if problem.mean_tq < _LEAST_QUERIES:
         return f"needs {_LEAST_QUERIES} queries: fewer leave most of a tile empty"
     if wgmma_score(problem, score) is None:
-        return "has no kernel for options that change scores"
+        return "has no kernel for several options that change scores, or scales beyond 2^64"
+    if problem.softcap is not None and not _CAPS[0] < problem.softcap < _CAPS[1]:
+        return "has no kernel for a softcap beyond 2^60"
+    if problem.bias is not None and problem.bias.dtype.itemsize > 4:
+        return "has no kernel for a bias of float64"
+    for name in READ_BY_CHUNKS:
+        option = getattr(problem, name)
+        if option is not None and not has_chunks(option):
+            return f"cannot read {name}: keys end to end, they and all else in steps of 16 bytes"
     for name in ("q", "k", "v"):
         if not has_map(getattr(problem, name)):
             return f"cannot fetch {name} by TMA: rows end to end, all else in steps of 16 bytes"
@@ -236,22 +280,29 @@ def has_map(spec: ArraySpec) -> bool:
     )
 
 
+def has_chunks(spec: ArraySpec) -> bool:
+    """Tell whether each row of an array is whole chunks of 16 bytes."""
+    return has_map(spec) and not spec.shape[-1] * spec.dtype.itemsize % ALIGNMENT
+
+
 def wgmma_score(problem: AttentionProblem, score: str) -> str | None:
     """Return the score pipeline, given the least one; None if there is no kernel for it."""
     score = mma_score(problem, score)
-    return score if score in WGMMA_SCORES else None
+    return score if score in (*BOUNDS, *SINGLE_STEPS.values()) else None
 
 
 def wgmma_choice(problem: AttentionProblem) -> WgmmaChoice:
-    """Return the first row of the table that fits the problem."""
+    """Return the first row of the tables that fits the problem."""
     width, queries = max(problem.d, problem.dv), problem.mean_tq
     diagonal = problem.left is not None or problem.right is not None
+    steps = [name for name in SINGLE_STEPS if getattr(problem, name) is not None]
     return next(
         choice
-        for choice in WGMMA_TILES
+        for choice in (WGMMA_STEP_TILES if steps else WGMMA_TILES)
         if width <= choice.width
         and choice.least <= queries < choice.below
         and (diagonal or not choice.diagonal)
+        and all(name in choice.steps for name in steps)
     )
 
 
@@ -273,19 +324,26 @@ def wgmma_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     """Yield every kernel that a plan for q, k, v of this dtype can launch."""
     if dtype.itemsize == 2:
         for choice in WGMMA_TILES:
-            for score in WGMMA_SCORES[choice.diagonal :]:
+            for score in BOUNDS[choice.diagonal :]:
                 yield forward_wgmma(dtype, score, choice.tile)
+        for choice in WGMMA_STEP_TILES:
+            for name in choice.steps:
+                yield forward_wgmma(dtype, SINGLE_STEPS[name], choice.tile)
 
 
 class Maps(NamedTuple):
-    """The tensor maps of a plan, and where their addresses are among its pointers."""
+    """The tensor maps of a plan, and where their addresses are among its pointers.
+
+    `others` are the places of operands without a map that are read in steps of 16 bytes, too.
+    """
 
     tensors: tuple[TensorMap, ...]
     places: tuple[int, ...]
+    others: tuple[int, ...] = ()
 
     def read(self, pointers: Sequence[int]) -> bool:
-        """Tell whether the operands lie where TMA can read them."""
-        return not any(pointers[place] % ALIGNMENT for place in self.places)
+        """Tell whether the operands lie where they can be read so."""
+        return not any(pointers[place] % ALIGNMENT for place in (*self.places, *self.others))
 
     def fill(self, block: np.ndarray, pointers: Sequence[int]) -> np.ndarray:
         """Write the maps of operands at these addresses into a parameter block; return it."""
@@ -301,11 +359,12 @@ def plan_maps(
     axes: BatchPlan,
     out: ArraySpec | None,
     places: Sequence[int],
+    others: Sequence[int] = (),
 ) -> Maps | None:
     """Return the maps of q, k, v and, unless None, out; None if there are too many batch axes.
 
     `axes` has the strides of all operands in the order of the plan's pointers, `places` the places
-    of q, k, v and out among them.
+    of q, k, v and out among them, `others` those that `Maps` has beside them.
     """
     if len(axes.sizes) > AXES - 2 or axes.outer_sizes:
         return None
@@ -314,7 +373,7 @@ def plan_maps(
     rows = (64, tile.keys, tile.keys, 16)
     for spec, place, box_rows in zip(operands, places, rows, strict=False):
         tensors.append(map_of(spec, axes.sizes, axes.strides[place], box_rows))
-    return Maps(tuple(tensors), tuple(places[: len(tensors)]))
+    return Maps(tuple(tensors), tuple(places[: len(tensors)]), tuple(others))
 
 
 def map_of(

@@ -15,7 +15,7 @@ from .attention_plans import SIMT_TILES, attention_obstacles, plan_attention
 from .attention_plans_decode import DECODE_TILES
 from .attention_plans_dmma import DMMA_TILES
 from .attention_plans_mma import MMA_TILES, SM75_TILES
-from .attention_plans_wgmma import WGMMA_TILES
+from .attention_plans_wgmma import WgmmaTile, wgmma_choice
 from .attention_vjp_plans import attention_vjp_obstacles, plan_attention_vjp
 from .executor import DeviceLimits
 
@@ -31,7 +31,8 @@ def report(problem: AttentionProblem, limits: DeviceLimits) -> Iterator[str]:
         return
     yield ""
     yield f"kernel  {plan.forward.kernel.source}: {plan.forward.kernel.expression}"
-    yield f"tile    {plan.tile.queries} queries x {plan.tile.keys} keys: {_reason(plan.tile)}"
+    reason = _reason(problem, plan.tile)
+    yield f"tile    {plan.tile.queries} queries x {plan.tile.keys} keys: {reason}"
     yield (
         f"launch  {plan.forward.grid} blocks of {plan.forward.block} threads, "
         f"{plan.forward.shared_bytes} bytes of shared memory each"
@@ -74,10 +75,11 @@ def _dense(shape: tuple[int, ...], dtype: np.dtype) -> ArraySpec:
     return ArraySpec(shape, c_strides(shape, dtype.itemsize), dtype)
 
 
-def _reason(tile: object) -> str:
+def _reason(problem: AttentionProblem, tile: object) -> str:
     """Return why the tables have a tile."""
+    if isinstance(tile, WgmmaTile):
+        return wgmma_choice(problem).reason
     tables: tuple[Iterable[Any], ...] = (
-        WGMMA_TILES,
         MMA_TILES,
         SM75_TILES,
         DMMA_TILES,

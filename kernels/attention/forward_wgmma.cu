@@ -11,7 +11,8 @@
 // the present reference at once. A row whose weights sum up to more than 2^10 then takes a larger
 // reference, relative to which its weights become by a power of two (`Consumer::lighten`). Only
 // where scores are so far above that weights might overflow, its warp finds them again
-// (`Consumer::start_over`).
+// (`Consumer::start_over`). With options that change scores (wgmma_scores.cuh) all tiles look for
+// the largest.
 //
 // Under a diagonal the warpgroups of a tile see different keys: each begins at its own first tile
 // and lets those before pass. Of two tiles of a pair the second has its warpgroups in reverse, so
@@ -24,6 +25,7 @@
 #include "attention/fragments.cuh"
 #include "attention/wgmma_producer.cuh"
 #include "attention/wgmma_results.cuh"
+#include "attention/wgmma_scores.cuh"
 #include "lib/nonfinite.cuh"
 #include "lib/ptx_wgmma.cuh"
 
@@ -47,7 +49,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     using Results = WarpResults<T, Score, Tile>;
     using Results::finish, Results::put_back;
     using Results::group, Results::p, Results::rooms;
-    using Results::lane, Results::own_row, Results::part_of, Results::warp;
+    using Results::lane, Results::own_row, Results::part_of, Results::warp, Results::warp_row;
     using typename Results::Inverses, typename Results::RoomsType, typename Results::SlotType;
     static constexpr int kKeyTiles = Tile::kKeyTiles, kValueTiles = Tile::kValueTiles;
     // Sums of a thread's weights in a tile up to here need no larger reference; up to here they
@@ -63,10 +65,14 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     float out[kValueTiles][4];
     unsigned weights[Tile::kKeySteps][4];
     FragmentRow state[2];
+    TileOptions<Score, Tile> options;
+    bool large;  // some reference of the warp is: options alone lead there
 
     __device__ __forceinline__ Consumer(const WgmmaParameters& p, const RoomsType& rooms, int group)
-        : Results{p, rooms, group}, unit(float(p.attention.score.scale) * kLog2OfE) {
-        static_assert(!Score::kPerPair, "scores are not changed pair by pair");
+        : Results{p, rooms, group},
+          unit(Score::kScales ? kLog2OfE : float(p.attention.score.scale) * kLog2OfE),
+          options(p.attention.score) {
+        static_assert(!(Score::kPerPair && Tile::kTopless), "scores are not there to start over");
     }
 
     __device__ __forceinline__ void run() {
@@ -83,10 +89,12 @@ struct Consumer : private WarpResults<T, Score, Tile> {
                 continue;
             }
             begin_keys(current);
+            start_scores(current);
             begin_products();
             multiply_keys();
             commit_products();
             pass_turn();
+            options.expect(p.attention.score);
             wait_for_products<0>();
             pin(s);
             begin(current);
@@ -126,13 +134,11 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             }
             const SlotType& next = slot(turn);
             if (clean) clean_values();
-            if (first) {
+            if (first)
                 begin_keys(next);
-            } else {
+            else
                 --tile;
-                wait_for_keys();
-                take_turn();
-            }
+            start_scores(next);
             begin_products();
             multiply_keys();
             commit_products();
@@ -145,6 +151,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             multiply_values(accumulate);
             commit_products();
             pass_turn();
+            options.expect(p.attention.score);
             wait_for_products<1>();
             pin(s);
             Inverses inverses;
@@ -206,6 +213,10 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             }
         }
         tile = uniform(next.seen_end[part_of(next)]) - 1;
+    }
+    // What can be done about the scores of a tile of keys before their product; then its turn.
+    __device__ __forceinline__ void start_scores(const SlotType& current) {
+        options.start(p.attention.score, current.block.score, corner_of(current));
         wait_for_keys();
         take_turn();
     }
@@ -230,12 +241,23 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             current.block.work.split == 0 ? current.block.score.sink : -infinity<float>();
 #pragma unroll
         for (int i = 0; i < 2; ++i) state[i].begin(sink, lane() % 4 == 0);
+        if (Score::kPerPair) find_large();
     }
 
-    // Scores of a tile of keys become weights; tells whether sums must be multiplied by `factor`.
+    __device__ __forceinline__ TileCorner corner_of(const SlotType& current) const {
+        const int row = warp_row(part_of(current)), key = tile * Tile::kKeys;
+        return {current.block.first_row + row, current.first_key + key,
+                current.distance + row - key, current.distance != SlotType::kFar};
+    }
+
+    // Dot products of a tile of keys become weights; tells whether sums must be multiplied by
+    // `factor`. Where a mask hides all they are left to `pack_weights`.
     __device__ __forceinline__ bool soften(const SlotType& current, bool topless,
                                            float (&factor)[2], float (&sum)[2]) {
         factor[0] = factor[1] = 1;
+        sum[0] = sum[1] = 0;
+        if (options.hides_all()) return false;
+        options.change(s, p.attention.score, current.block.score, corner_of(current));
         bool rose = false;
         if (!topless) {
             hide_unseen(current);
@@ -249,7 +271,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         state[1].l += sum[1];
     }
 
-    // Dot products become scores, but for the scale: -inf where a pair is unseen.
+    // -inf where a pair is unseen by its position.
     __device__ __forceinline__ void hide_unseen(const SlotType& current) {
         const int part = part_of(current);
         if (tile >= current.whole_begin[part] && tile < current.whole_end[part]) return;
@@ -299,22 +321,40 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             tops[i] = reduce_quad(tops[i], [](float a, float b) { return maximum(a, b); });
             factor[i] = state[i].raise(tops[i], unit);
         }
+        if (Score::kPerPair) find_large();
         return true;
+    }
+
+    __device__ __forceinline__ void find_large() {
+        large = __any_sync(kFullWarp, state[0].is_large() || state[1].is_large());
     }
 
     // Scores become weights, summed a row.
     __device__ __forceinline__ void weigh(float (&sum)[2]) {
+        if (Score::kPerPair && large) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) weigh_row(i, sum[i]);
+            for (int i = 0; i < 2; ++i)
+                weigh_row(i, sum[i], [&](float x) {
+                    return state[i].is_large() ? state[i].weight_of_large(x, unit, 0)
+                                               : state[i].weight(x, unit);
+                });
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) weigh_row(i, sum[i]);
+        }
     }
     __device__ __forceinline__ void weigh_row(int i, float& sum) {
+        weigh_row(i, sum, [&](float x) { return state[i].weight(x, unit); });
+    }
+    template <typename WeightOf>
+    __device__ __forceinline__ void weigh_row(int i, float& sum, WeightOf weight_of) {
         float odd = 0;
         sum = 0;
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j) {
             float &a = s[j][2 * i], &b = s[j][2 * i + 1];
-            a = state[i].weight(a, unit);
-            b = state[i].weight(b, unit);
+            a = weight_of(a);
+            b = weight_of(b);
             sum += a;
             odd += b;
         }
@@ -388,7 +428,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
 #pragma unroll
             for (int part = 0; part < 4; ++part) {
                 const float* pair = &s[2 * step + part / 2][part % 2 * 2];
-                weights[step][part] = pack<T>(pair[0], pair[1]);
+                weights[step][part] = options.hides_all() ? 0 : pack<T>(pair[0], pair[1]);
             }
     }
 

@@ -62,6 +62,9 @@ constexpr int kSlots = 4;
 // What the producer hands to the consumers with a stage of queries.
 template <typename T, typename Score, int kGroups>
 struct Slot {
+    // Positions and distances below kNear are exact as floats, and so are their sums with columns.
+    static constexpr int64 kNear = 1 << 22;
+    static constexpr int kFar = 1 << 30;
     BlockWork<T, Score> block;
     Token token;
     int tile;       // in the grid
@@ -70,6 +73,7 @@ struct Slot {
     int first_key;  // of the first of them; others are counted from it
     int key_end;    // keys from here on nobody sees
     Band band;      // what the tile's rows see by their position
+    int distance;   // from the first key to the first row's position, or kFar
     int rows;       // that are used
     int flipped;    // the last warpgroup has the first rows
     // By 64 rows: tiles that all of them see whole, and the end of those that any of them sees.

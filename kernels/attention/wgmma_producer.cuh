@@ -95,6 +95,10 @@ struct Describer {
             const int64 keys = min(block.score.bounds.keys, tiles.end * Tile::kKeys);
             current.key_end = none ? 0 : int(keys - current.first_key);
             current.band = block.score.band(block.first_row, current.first_key);
+            const int64 position = block.score.position(block.first_row);
+            current.distance = max(llabs(position), p.attention.score.keys) < SlotType::kNear
+                                   ? int(position - current.first_key)
+                                   : SlotType::kFar;
             current.rows =
                 int(clamp(block.score.bounds.queries - block.first_row, 0, Tile::kQueries));
             const unsigned row_tiles = unsigned(p.attention.grid.row_tiles);

@@ -221,22 +221,52 @@ struct Softcap : Transparent {
     __device__ __forceinline__ bool has_tiles() const {
         return cap > A(0x1p-60) && cap < A(0x1p60);
     }
-    // Without a division or a branch for each score.
+    // What the scores of a tile, times 1 / factor, have in common.
+    struct Curve {
+        A most, rate;
+        A c1, c3, c5, c7, c9;  // of a polynomial for small ones
+        bool is_normal;        // all of its constants are normal numbers
+    };
+    __device__ __forceinline__ Curve curve(A factor) const {
+        const A rate = factor / cap, u = rate * rate, v = u * factor;
+        const A c9 = u * u * u * v * kNear9;
+        auto is_normal = [](A x) { return fabs(x) > A(0x1p-124) && fabs(x) < A(0x1p124); };
+        return {cap,
+                rate,
+                factor,
+                v * kNear3,
+                u * v * kNear5,
+                u * u * v * kNear7,
+                c9,
+                is_normal(factor) && is_normal(c9)};
+    }
     template <typename Pairs>
     __device__ __forceinline__ void change_tile(Pairs& pairs, A factor) const {
-        const A most = cap, rate = factor / most;
-        A largest = 0;
-        change_pairs(pairs, [&](A x, int, int) {
-            largest = fmax(largest, fabs(x));
+        change_tile(pairs, curve(factor));
+    }
+    // Without a division or a branch for each score.
+    template <typename Pairs>
+    static __device__ __forceinline__ void change_tile(Pairs& pairs, const Curve& curve) {
+        A largest[4] = {};
+        change_pairs(pairs, [&](A x, int, int j) {
+            largest[j % 4] = fmax(largest[j % 4], fabs(x));
             return x;
         });
-        if (largest * fabs(rate) < kNear) {
-            change_pairs(pairs, [&](A x, int, int) { return most * near_tangent(x * rate); });
+        const A most = fmax(fmax(largest[0], largest[1]), fmax(largest[2], largest[3]));
+        if (most * fabs(curve.rate) < kNear && curve.is_normal) {
+            change_pairs(pairs, [&](A x, int, int) {
+                const A u = x * x;
+                A p = multiply_add(curve.c9, u, curve.c7);
+                p = multiply_add(p, u, curve.c5);
+                p = multiply_add(p, u, curve.c3);
+                return x * multiply_add(p, u, curve.c1);
+            });
             return;
         }
         change_pairs(pairs, [&](A x, int, int) {
-            const A t = x * rate, far = 1 - __fdividef(2, exp2f(t * A(2 * 1.4426950408889634)) + 1);
-            return most * (fabs(t) < kNear ? near_tangent(t) : far);
+            const A t = x * curve.rate;
+            const A far = 1 - __fdividef(2, exp2f(t * A(2 * 1.4426950408889634)) + 1);
+            return curve.most * (fabs(t) < kNear ? near_tangent(t) : far);
         });
     }
 
@@ -244,11 +274,13 @@ struct Softcap : Transparent {
     // tanh(t) = 1 - 2 / (exp(2 t) + 1) would lose the digits of a small t, where a polynomial in
     // t^2 has a relative error of 4e-8, interpolated by weighted least squares.
     static constexpr float kNear = 0.55f;
+    static constexpr A kNear3 = -0.3333294690f, kNear5 = 0.1332072467f;
+    static constexpr A kNear7 = -0.0526717715f, kNear9 = 0.0164375100f;
     static __device__ __forceinline__ A near_tangent(A t) {
         const A u = t * t;
-        A p = multiply_add(A(0.0164375100f), u, A(-0.0526717715f));
-        p = multiply_add(p, u, A(0.1332072467f));
-        p = multiply_add(p, u, A(-0.3333294690f));
+        A p = multiply_add(kNear9, u, kNear7);
+        p = multiply_add(p, u, kNear5);
+        p = multiply_add(p, u, kNear3);
         return multiply_add(t * u, p, t);
     }
 
@@ -567,6 +599,11 @@ struct Score : private Steps... {
 
     __device__ __forceinline__ const Matrix<const unsigned char>& mask() const {
         return static_cast<const Mask<A>&>(*this).matrix;
+    }
+
+    template <typename Step>
+    __device__ __forceinline__ const Step& step() const {
+        return static_cast<const Step&>(*this);
     }
 
     // Where a query stands among the keys.

@@ -25,13 +25,22 @@ def hopper():
         pytest.skip("no Hopper GPU")
 
 
+#: What changes scores: there are kernels for one of them at a time.
+STEPS = ("softcap", "bias", "alibi_slopes", "mask")
+
+
 def attend(**fixed):
     """Attend by this family, of copies that it can fetch; outside of its domain by `mma`."""
-    steps = ("mask", "bias", "alibi_slopes", "softcap")
 
     def call(q, k, v, **options):
         q, k, v = map(cupy.ascontiguousarray, (q, k, v))
-        runs = q.shape[-2] >= 64 and k.shape[-2] > 0 and all(options.get(x) is None for x in steps)
+        runs = q.shape[-2] >= 64 and k.shape[-2] > 0
+        runs &= sum(options.get(name) is not None for name in STEPS) <= 1
+        for name in ("mask", "bias"):
+            if (x := options.get(name)) is not None:
+                shape = (*x.shape[:-1], k.shape[-2])
+                options[name] = cupy.ascontiguousarray(cupy.broadcast_to(x, shape))
+                runs &= x.dtype != np.float64 and k.shape[-2] * x.dtype.itemsize % 16 == 0
         method = "wgmma" if runs else "mma"
         return cuflash.flash_attention(q, k, v, method=method, **fixed, **options)
 
@@ -39,14 +48,24 @@ def attend(**fixed):
 
 
 def fit(case):
-    """Give a case the least rows, and widths whose rows begin at multiples of 16 bytes."""
+    """Give a case the least rows, rows in steps of 16 bytes, and at most one of `STEPS`."""
     width, value_width = (-(-x // 8) * 8 for x in (case.d, case.dv))
-    return replace(case, tq=64 + case.tq, tk=max(1, case.tk), d=width, dv=value_width)
+    tq, tk = 64 + case.tq, max(1, case.tk)
+    present = [name for name in STEPS if getattr(case, name) is not None]
+    chosen = present[case.seed % len(present)] if present else None
+    changes = {name: None for name in present if name != chosen}
+    if chosen in ("mask", "bias"):
+        tk = -(-tk // 16) * 16
+        sizes = (*case.batch_shape, tq, tk)
+        shape = getattr(case, chosen)
+        own = sizes[len(sizes) - len(shape) :]
+        changes[chosen] = tuple(1 if n == 1 else full for n, full in zip(shape, own, strict=True))
+    return replace(case, tq=tq, tk=tk, d=width, dv=value_width, **changes)
 
 
 PROBLEMS = attention_problems(
     dtypes=("float16", "bfloat16"),
-    options=("causal", "window", "query_offset", "key_lengths", "sinks", "enable_gqa"),
+    options=("causal", "window", "query_offset", "key_lengths", "sinks", "enable_gqa", *STEPS),
     layouts=("contiguous",),
     borders=(64, 80, 128),
     max_tokens=330,
@@ -79,6 +98,60 @@ def test_tiles(tokens, width, causal):
         dtype="bfloat16", causal=causal,
     )  # fmt: skip
     ATTENTION_PROPERTIES["matches_oracle"](attend(), case)
+
+
+@pytest.mark.parametrize(
+    # Tiles of 64, 128 and 256 columns.
+    ("width", "dtype"),
+    [(64, "bfloat16"), (72, "float16"), (136, "bfloat16")],
+)
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"softcap": 10.0},
+        {"softcap": 0.5, "logits": "wide", "causal": True},
+        {"alibi_slopes": (2,), "window": (90, 40)},
+        {"mask": (2, 100, 208), "causal": True},
+        {"mask": (2, 1, 208), "key_lengths": 190},
+        {"bias": (2, 100, 208), "causal": True, "sinks": (2,)},
+        {"bias": (100, 208), "bias_dtype": "float16", "bias_minus_inf": True},
+        {"bias": (2, 1, 208), "bias_dtype": "bfloat16", "window": (70, 50)},
+    ],
+    ids=str,
+)
+def test_options(option, width, dtype):
+    """Among them rows of which the mask hides all, and a tile of keys and one of rows in part."""
+    case = AttentionCase(
+        q_batch=(2,), tq=100, tk=208, d=width, dv=width, dtype=dtype, unseen="nan", **option
+    )
+    for law in ("matches_oracle", "unseen_nonfinite_never_leaks"):
+        ATTENTION_PROPERTIES[law](attend(), case)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_options_that_hide_or_outweigh_whole_tiles(width):
+    """Tiles come from the last to the first: a row's reference is not that of what it sees."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, width)).astype(np.float16) for n in (256, 640, 640))
+    mask = np.zeros((256, 640), bool)
+    mask[:200, :100] = rng.random((200, 100)) < 0.5
+    mask[:20, 256:384] = True
+    bias = np.zeros((256, 640), np.float32)
+    bias[::2, 128:] = -1e30
+    bias[1::4, :256] = 1e9
+    bias[3::4, 300:400] = -np.inf
+    for option in ({"mask": mask}, {"bias": bias}):
+        out, lse = attend()(q, k, v, return_lse=True, **option)
+        assert_attention_close(out, lse, expect_attention(q, k, v, **option))
+
+
+def test_slopes_and_distances_that_are_far_from_zero():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((3, n, 64)).astype(np.float16) for n in (100, 300, 300))
+    for slopes, offset in ((1e-7, 1 << 25), (1e30, 0), (-0.5, 100)):
+        options = {"alibi_slopes": np.full(3, slopes, np.float32), "query_offset": offset}
+        out, lse = attend()(q, k, v, return_lse=True, **options)
+        assert_attention_close(out, lse, expect_attention(q, k, v, **options))
 
 
 @pytest.mark.parametrize("splits", [2, 5])
@@ -187,11 +260,17 @@ def test_repeats_are_bit_equal(causal):
 
 
 def test_addresses_that_the_copy_engine_cannot_read():
-    """A view one element into its memory goes to another family."""
+    """A view one element into its memory goes to another family; so with a mask's."""
     memory = normal(0, 3, 2 * 100 * 64 + 1, dtype=np.float16)
     q, k, v = (x[1:].reshape(2, 100, 64) for x in memory)
     out = cuflash.flash_attention(q, k, v, method="wgmma")
-    expected = cuflash.flash_attention(q.copy(), k.copy(), v.copy(), method="mma")
+    copies = q.copy(), k.copy(), v.copy()
+    assert bool((out == cuflash.flash_attention(*copies, method="mma")).all())
+    whole = normal(1, 100 * 112 + 1) > 0
+    mask = whole[1:].reshape(100, 112)[:, :96]
+    keys = [x[:, :96] for x in copies[1:]]
+    out = cuflash.flash_attention(copies[0], *keys, mask=mask, method="wgmma")
+    expected = cuflash.flash_attention(copies[0], *keys, mask=mask, method="mma")
     assert bool((out == expected).all())
 
 

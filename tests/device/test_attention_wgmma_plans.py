@@ -8,7 +8,12 @@ import pytest
 pytest.importorskip("cupy", reason="plans live beside CuPy's launches")
 
 from cuflash.device.attention_plans import attention_methods, plan_attention, workspace_bytes
-from cuflash.device.attention_plans_wgmma import WGMMA_PARAMETERS, WGMMA_TILES, wgmma_tile
+from cuflash.device.attention_plans_wgmma import (
+    WGMMA_PARAMETERS,
+    WGMMA_STEP_TILES,
+    WGMMA_TILES,
+    wgmma_tile,
+)
 from cuflash.problem import ArraySpec, AttentionArrays, AttentionProblem
 from tests.devices import H200
 
@@ -25,12 +30,9 @@ def spec(*shape, dtype=HALF, order=None):
     return ArraySpec(shape, tuple(strides), dtype)
 
 
-def problem_of(q, k=None, v=None, method="auto", num_splits=None, **options):
-    arrays = AttentionArrays(q, k or q, v or k or q, **options)
-    return AttentionProblem.of(
-        arrays, scale=None, causal=False, window=None, softcap=None, num_splits=num_splits,
-        method=method,
-    )  # fmt: skip
+def problem_of(q, k=None, v=None, **options):
+    arrays = {name: options.pop(name) for name in AttentionArrays._fields if name in options}
+    return AttentionProblem.of(AttentionArrays(q, k or q, v or k or q, **arrays), **options)
 
 
 def takes(*args, limits=H200, **options):
@@ -54,12 +56,62 @@ def test_what_it_leaves_to_others():
     assert not takes(q, spec(2, 0, 64))
     assert not takes(spec(2, 100, 264))
     assert not takes(spec(2, 100, 64, dtype=np.dtype(np.float32)))
-    assert not takes(q, mask=ArraySpec((100, 100), (100, 1), np.dtype(bool)))
     # What TMA cannot read: columns apart, rows or entries in other steps than of 16 bytes, or back.
     assert not takes(spec(2, 100, 64, order=(0, 2, 1)))
     assert not takes(spec(2, 100, 60))
     assert not takes(q, ArraySpec((2, 100, 64), (12808, 128, 2), HALF))
     assert not takes(q, ArraySpec((2, 100, 64), (12800, -128, 2), HALF))
+
+
+BOOL, SINGLE, DOUBLE = map(np.dtype, (bool, np.float32, np.float64))
+
+
+def test_one_option_that_changes_scores():
+    q, k = spec(2, 100, 64), spec(2, 96, 64)
+    slopes = spec(2, dtype=SINGLE)
+    assert takes(q, k, alibi_slopes=slopes)
+    assert takes(q, k, softcap=30.0)
+    assert takes(q, k, mask=spec(2, 100, 96, dtype=BOOL))
+    assert takes(q, k, mask=spec(1, 96, dtype=BOOL))
+    assert takes(q, k, bias=spec(100, 96, dtype=SINGLE))
+    assert takes(q, k, bias=spec(2, 1, 96))
+    # Not two of them, nor a scale that is a step; nor what no register has room for.
+    assert not takes(q, k, softcap=30.0, alibi_slopes=slopes)
+    assert not takes(q, k, scale=0.0)
+    assert not takes(q, k, softcap=1e30)
+    assert not takes(q, k, bias=spec(100, 96, dtype=DOUBLE))
+    # Rows are read by 16 bytes.
+    assert not takes(q, mask=spec(100, 100, dtype=BOOL))
+    assert not takes(q, mask=ArraySpec((100, 100), (112, 1), BOOL))
+    assert takes(q, bias=spec(100, 100, dtype=SINGLE))
+    assert not takes(q, bias=spec(100, 100))
+    assert not takes(q, k, mask=spec(100, 1, dtype=BOOL))
+    assert not takes(q, k, mask=ArraySpec((100, 96), (104, 1), BOOL))
+    assert not takes(q, k, mask=ArraySpec((2, 100, 96), (9608, 96, 1), BOOL))
+
+
+def test_options_have_tiles_that_look_for_their_maximum():
+    for width in (64, 128, 256):
+        x = spec(2, 512, width)
+        plan = plan_attention(problem_of(x, softcap=30.0, causal=True), x, None, H200)
+        assert not plan.tile.topless
+        assert "SoftcapScore" in plan.forward.kernel.expression
+    # What a thread reads of a bias needs more registers than four warpgroups leave it.
+    x = spec(2, 512, 64)
+    tiles = [
+        plan_attention(problem_of(x, **option), x, None, H200).tile
+        for option in ({"softcap": 30.0}, {"bias": spec(512, 512)})
+    ]
+    assert [tile.groups for tile in tiles] == [4, 2]
+
+
+def test_an_option_has_to_lie_at_a_multiple_of_16_bytes():
+    x, mask = spec(2, 128, 64), spec(128, 128, dtype=BOOL)
+    plan = plan_attention(problem_of(x, mask=mask), x, None, H200)
+    pointers = [0] * 14
+    assert plan.maps_read(pointers)
+    pointers[3] = 8
+    assert not plan.maps_read(pointers)
 
 
 def test_a_diagonal_has_tiles_of_its_own():
@@ -80,7 +132,9 @@ def test_a_diagonal_has_tiles_of_its_own():
     assert tile(256, 4096, causal=True) == tile(256, 512) == tile(256, 4096)
 
 
-@pytest.mark.parametrize("choice", WGMMA_TILES, ids=lambda choice: str(choice.width))
+@pytest.mark.parametrize(
+    "choice", WGMMA_TILES + WGMMA_STEP_TILES, ids=lambda choice: str(choice.width)
+)
 def test_tiles_fit_a_block(choice):
     assert choice.tile.shared_bytes <= STATIC_LIMIT
     assert choice.tile.threads <= 1024

@@ -12,7 +12,7 @@ from cuflash._sources import kernel_source
 from cuflash.device.attention_plans_decode import DecodeTile
 from cuflash.device.attention_plans_dmma import DmmaTile
 from cuflash.device.attention_plans_mma import MmaTile
-from cuflash.device.attention_plans_wgmma import WGMMA_TILES, WgmmaTile
+from cuflash.device.attention_plans_wgmma import WGMMA_STEP_TILES, WGMMA_TILES, WgmmaTile
 from cuflash.device.attention_vjp_plans import PairTile, plan_attention_vjp
 from cuflash.device.attention_vjp_plans_wgmma import BACKWARD_WGMMA_TILES, BackwardWgmmaTile
 from cuflash.device.merge_plans import plan_merge
@@ -135,7 +135,8 @@ def test_every_product_of_the_kernel_has_a_tile_that_may_take_it():
     assert taken == there
     # Gradients multiply tiles of 64 queries.
     assert {(choice.tile.width, 64) for choice in BACKWARD_WGMMA_TILES} <= there
-    assert {(choice.tile.width, choice.tile.keys) for choice in WGMMA_TILES} <= taken
+    choices = WGMMA_TILES + WGMMA_STEP_TILES
+    assert {(choice.tile.width, choice.tile.keys) for choice in choices} <= taken
 
 
 @pytest.mark.parametrize(

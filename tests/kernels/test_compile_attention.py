@@ -17,7 +17,8 @@ pytest.importorskip("cupy", reason="kernels are compiled through CuPy")
 from cuflash.device.attention_plans import SIMT_TILES, attention_kernels
 from cuflash.device.attention_plans_decode import DECODE_TILES
 from cuflash.device.attention_plans_dmma import DMMA_CAPABILITIES, DMMA_TILES
-from cuflash.device.attention_plans_mma import MMA_TILES, sm75_kernels
+from cuflash.device.attention_plans_mma import BOUNDS, MMA_TILES, sm75_kernels
+from cuflash.device.attention_plans_wgmma import WGMMA_TILES
 from cuflash.device.attention_vjp_plans import VJP_TILES, attention_vjp_kernels
 from cuflash.device.attention_vjp_plans_mma import KEYS_TILES, QUERIES_TILES
 from cuflash.device.attention_vjp_plans_wgmma import BACKWARD_WGMMA_TILES
@@ -49,6 +50,8 @@ COVERING_SM75 = (
 MOST_SPILLED = {"float64": 4, "float32": 0, "float16": 20, "bfloat16": 20}
 #: Heads wider than 64 in float64: a few words a tile, beside 4096 cycles and more of products.
 MOST_SPILLED_DMMA = 72
+#: Options that change scores, beside the sums of a tile on Hopper: words, most of them once a tile.
+MOST_SPILLED_WGMMA = 128
 
 
 def programs():
@@ -133,7 +136,9 @@ def test_compiles_without_spills(program, reports):
     dtype, architecture, _, expression = program
     report = reports[program].result()[expression]
     if "_wgmma" in expression:
-        assert max(report.spill_stores, report.spill_loads, report.stack) == 0, report
+        steps = "forward_wgmma" in expression and not any(x in expression for x in BOUNDS)
+        allowed = MOST_SPILLED_WGMMA if steps else 0
+        assert max(report.spill_stores, report.spill_loads, report.stack) <= allowed, report
         assert not report.serialized
     elif architecture == home_of(dtype, expression):
         allowed = 0 if is_mma(expression) else MOST_SPILLED[dtype]
@@ -196,6 +201,7 @@ def test_every_variant_is_compiled_once():
     by_family = Counter(k.expression.split("<")[0][9:] for k in attention_kernels(BFLOAT16))
     assert by_family["forward_mma"] == sum(7 if choice.steps else 2 for choice in MMA_TILES)
     assert by_family["decode_mma"] == 2 * len(DECODE_TILES)
-    assert by_family["forward_wgmma"] == 4 * 2
+    plain = sum(1 if choice.diagonal else 2 for choice in WGMMA_TILES)
+    assert by_family["forward_wgmma"] == plain + 3 * 4
     gradients = [k for k in attention_vjp_kernels(BFLOAT16) if "_wgmma" in k.expression]
     assert len(gradients) == len(BACKWARD_WGMMA_TILES) * (2 + 2 + 1)
