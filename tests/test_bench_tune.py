@@ -20,9 +20,9 @@ from cuflash.device.attention_plans_wgmma import WGMMA_TILES, WgmmaTile
 from tests.devices import H200
 
 A100 = replace(H200, compute_capability="80", shared_per_block=166912)
-TAKEN = WgmmaTile(2, 128, 128, 2, 4, True, True, True)
-CALM = WgmmaTile(2, 128, 128, 2, 4, True, False, True)
-SMALL = WgmmaTile(2, 64, 128, 4, 4, True, True, True)
+TAKEN = WgmmaTile(2, 128, 128, 2, 4, True, True)
+CALM = WgmmaTile(2, 128, 128, 2, 4, False, True)
+SMALL = WgmmaTile(2, 64, 128, 4, 4, True, True)
 SHORT = AttentionShape(32, 16, 512, 128, True, "bfloat16")
 LONG = AttentionShape(2, 16, 8192, 128, False, "bfloat16")
 CELL = tune.Cell("wgmma", TAKEN, (CALM, SMALL), (SHORT, LONG))

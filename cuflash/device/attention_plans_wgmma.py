@@ -57,8 +57,8 @@ class WgmmaTile:
     A block has `groups` warpgroups of 64 query rows and takes `keys` keys at a time; `width` is
     what D and Dv are padded to. `stages` are tiles of keys and of values under way, `query_stages`
     warpgroups' queries: with more than `groups`, those of the next tile come ahead of time. With
-    `staged` results leave by shared memory; with `turns` one warpgroup starts its products while
-    the others have their softmax; with `topless` whole tiles go without a maximum.
+    `turns` one warpgroup starts its products while the others have their softmax; with `topless`
+    whole tiles go without a maximum.
     """
 
     groups: int
@@ -66,7 +66,6 @@ class WgmmaTile:
     width: int
     stages: int
     query_stages: int
-    staged: bool
     turns: bool
     topless: bool
 
@@ -109,13 +108,13 @@ class WgmmaTile:
     def expression(self) -> str:
         """The tile as a C++ type."""
         numbers = (self.groups, self.keys, self.width, self.stages, self.query_stages)
-        flags = (str(flag).lower() for flag in (self.staged, self.turns, self.topless))
+        flags = (str(flag).lower() for flag in (self.turns, self.topless))
         return f"cuflash::WgmmaTile<{', '.join([*map(str, numbers), *flags])}>"
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: tiles, then slots and barriers."""
-        out = self.queries * min(self.width, _OUT_COLUMNS) if self.staged else 0
+        out = self.queries * min(self.width, _OUT_COLUMNS)
         rows = 64 * self.query_stages + 2 * self.stages * self.keys
         return 2 * (self.width * rows + out) + _SLOT_BYTES
 
@@ -145,14 +144,13 @@ class WgmmaChoice(NamedTuple):
 
 
 # Figures are rates over cuDNN's at T = 512, 2048 and 8192.
-_D64 = WgmmaTile(4, 64, 64, 4, 8, True, True, True)
-_D64_APART = WgmmaTile(4, 64, 64, 6, 8, True, False, True)
-_D64_SMALL = WgmmaTile(2, 128, 64, 3, 4, True, True, True)
-_D64_THREE = WgmmaTile(3, 64, 64, 6, 6, True, False, True)
-_D128 = WgmmaTile(2, 128, 128, 2, 4, True, True, True)
-_D256 = WgmmaTile(2, 64, 256, 2, 2, True, True, True)
+_D64 = WgmmaTile(4, 64, 64, 4, 8, True, True)
+_D64_APART = WgmmaTile(4, 64, 64, 6, 8, False, True)
+_D64_SMALL = WgmmaTile(2, 128, 64, 3, 4, True, True)
+_D64_THREE = WgmmaTile(3, 64, 64, 6, 6, False, True)
+_D128 = WgmmaTile(2, 128, 128, 2, 4, True, True)
+_D256 = WgmmaTile(2, 64, 256, 2, 2, True, True)
 _D256_EXACT = replace(_D256, topless=False)
-_D256_AHEAD = WgmmaTile(2, 64, 256, 2, 3, False, True, True)
 
 #: The first row that fits a problem is taken.
 WGMMA_TILES = (
@@ -183,8 +181,8 @@ WGMMA_TILES = (
         " 1.08, 1.11",
         (
             replace(_D128, turns=False),
-            WgmmaTile(2, 64, 128, 4, 4, True, False, True),
-            WgmmaTile(3, 64, 128, 3, 5, True, False, True),
+            WgmmaTile(2, 64, 128, 4, 4, False, True),
+            WgmmaTile(3, 64, 128, 3, 5, False, True),
         ),
     ),
     WgmmaChoice(
@@ -193,13 +191,13 @@ WGMMA_TILES = (
         " leaves, to look for the maximum is cheaper than to find late that one was higher: causal"
         " 1.01, 1.20, then 1.16; without the maximum 0.89, 1.17, then 1.19; without turns 0.98,"
         " 1.20",
-        (_D256, replace(_D256_EXACT, turns=False), _D256_AHEAD),
+        (_D256, replace(_D256_EXACT, turns=False)),
     ),
     WgmmaChoice(
         256, 0, math.inf, False, _D256,
         "as above. 1.02, 1.14, 1.17; with the maximum 0.97, 1.08, 1.14; with queries of the next"
         " tile ahead of time, and results that leave from registers, 0.88, 1.07, 1.15",
-        (_D256_EXACT, replace(_D256_EXACT, turns=False), _D256_AHEAD),
+        (_D256_EXACT, replace(_D256_EXACT, turns=False)),
     ),
 )  # fmt: skip
 
@@ -228,7 +226,7 @@ WGMMA_STEP_TILES = (
         " T = 4096 1.46, without turns 1.64, two warpgroups with 64 keys half as much more",
         (
             replace(_D128, turns=False, topless=False),
-            WgmmaTile(2, 64, 128, 4, 4, True, True, False),
+            WgmmaTile(2, 64, 128, 4, 4, True, False),
         ),
         _STEPS,
     ),

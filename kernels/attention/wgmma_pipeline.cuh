@@ -18,15 +18,15 @@ struct alignas(64) WgmmaParameters {
 };
 
 // Consumer warpgroups, keys of a tile, padded width of the heads, stages of keys and of values, of
-// queries; whether results leave by shared memory, whether warpgroups take turns at the tensor
-// cores, and whether whole tiles go without a maximum. `device/attention_plans_wgmma.py` says which
+// queries; whether warpgroups take turns at the tensor cores, and whether whole tiles go without a
+// maximum. `device/attention_plans_wgmma.py` says which
 // tiles there are, and why.
-template <int kGroups_, int kKeys_, int kWidth_, int kStages_, int kQueryStages_, bool kStaged_,
-          bool kTurns_, bool kTopless_>
+template <int kGroups_, int kKeys_, int kWidth_, int kStages_, int kQueryStages_, bool kTurns_,
+          bool kTopless_>
 struct WgmmaTile {
     static constexpr int kGroups = kGroups_, kKeys = kKeys_, kWidth = kWidth_;
     static constexpr int kStages = kStages_, kQueryStages = kQueryStages_;
-    static constexpr bool kStaged = kStaged_, kTurns = kTurns_, kTopless = kTopless_;
+    static constexpr bool kTurns = kTurns_, kTopless = kTopless_;
     // Queries of the next tile come before this one is done.
     static constexpr bool kAhead = kQueryStages_ > kGroups_;
     static constexpr int kWarps = 4 * kGroups;  // of the consumers
@@ -42,8 +42,8 @@ struct WgmmaTile {
     // Of the results of a warp's 16 rows, what is in shared memory at a time.
     static constexpr int kOutPanels = kPanels < 2 ? kPanels : 2;
     static constexpr int kOutWarpBytes = kOutPanels * 16 * 128;
-    static constexpr int kTileBytes = kQueryStages * kQueryBytes + 2 * kStages * kKeyBytes +
-                                      (kStaged ? kWarps * kOutWarpBytes : 0);
+    static constexpr int kTileBytes =
+        kQueryStages * kQueryBytes + 2 * kStages * kKeyBytes + kWarps * kOutWarpBytes;
     // What a block starts with, 65536 / kThreads a thread rounded down to 8, moves to the
     // consumers.
     static constexpr int kProducerRegisters = kGroups == 4 ? 32 : 56;
@@ -67,7 +67,7 @@ struct Slot {
     static constexpr int kFar = 1 << 30;
     BlockWork<T, Score> block;
     Token token;
-    int64 tile;     // in the grid
+    int tile;       // in the grid
     int clean;      // the tile is taken again with non-finite values as 0: see lib/nonfinite.cuh
     int tiles;      // of keys, at least one
     int first_key;  // of the first of them; others are counted from it
@@ -86,9 +86,9 @@ struct Slot {
 struct DirtyTiles {
     static constexpr int kMost = 32;
     int count;
-    int64 tile[kMost];
+    int tile[kMost];
 
-    __device__ __forceinline__ void add(int64 index) {
+    __device__ __forceinline__ void add(int index) {
         if (count < kMost) tile[count] = index;
         ++count;
     }
@@ -156,9 +156,10 @@ __device__ __forceinline__ int part_of(int flipped, int group) {
     return Tile::kAhead && flipped ? Tile::kGroups - 1 - group : group;
 }
 
-__device__ __forceinline__ int64 tile_of_round(const WgmmaParameters& p, int64 round) {
-    return tile_of_round(unsigned(p.attention.grid.row_tiles), unsigned(p.tiles), gridDim.x,
-                         blockIdx.x, round);
+// A grid has fewer than 2^31 tiles.
+__device__ __forceinline__ int tile_of_round(const WgmmaParameters& p, int64 round) {
+    return int(tile_of_round(unsigned(p.attention.grid.row_tiles), unsigned(p.tiles), gridDim.x,
+                             blockIdx.x, round));
 }
 
 }  // namespace cuflash

@@ -15,38 +15,27 @@ struct Describer {
     static constexpr int kThreads = 96;
     const WgmmaParameters& p;
     const RoomsType& rooms;
-    const int thread;
-    int slot = 0;
-    unsigned issued = 0, parities = 0;  // bits of slots
+    unsigned issued = 0, settled = 0;  // slots so far, of which the consumers are done with these
 
-    __device__ __forceinline__ Describer(const WgmmaParameters& p, const RoomsType& rooms,
-                                         int thread)
-        : p(p), rooms(rooms), thread(thread) {}
+    __device__ __forceinline__ Describer(const WgmmaParameters& p, const RoomsType& rooms)
+        : p(p), rooms(rooms) {}
 
     __device__ __forceinline__ void run() {
-        int64 round = 0;
+        unsigned round = 0;
         while (true) {
-            // The slot is the oldest: its own tile may have to be taken again.
-            int64 tile = settle(slot);
-            const bool again = tile >= 0;
-            bool ready = again && describe(tile, again);
-            while (!ready) {
-                tile = tile_of_round(p, round);
-                if (tile == kNoMoreTiles) break;
-                ++round;
-                ready = tile != kNoTile && describe(tile, false);
+            // A slot's last tile may have to be taken again.
+            int tile = issued - settled == kSlots ? settle() : kNoTile;
+            bool again = tile != kNoTile;
+            if (!again) tile = tile_of_round(p, round++);
+            if (tile == kNoMoreTiles) {
+                // The end, unless one of the tiles under way has to be taken again.
+                hand_over(kPause, false);
+                tile = kNoTile;
+                while (settled != issued && tile == kNoTile) tile = settle();
+                if (tile == kNoTile) return hand_over(kEnd, false);
+                again = true;
             }
-            if (ready) {
-                hand_over(kWork, again);
-                continue;
-            }
-            // The end, unless one of the tiles under way has to be taken again.
-            hand_over(kPause, false);
-            tile = -1;
-            for (int i = 0; i < kSlots && tile < 0; ++i) tile = settle((slot + i) % kSlots);
-            if (tile < 0) return hand_over(kEnd, false);
-            describe(tile, true);
-            hand_over(kWork, true);
+            if (tile != kNoTile && describe(tile, again)) hand_over(kWork, again);
         }
     }
 
@@ -55,31 +44,33 @@ struct Describer {
         named_barrier_wait(Tile::kDescriberBarrier, kThreads);
     }
 
-    // Waits until the consumers are done with a slot. Returns its tile if that has to be taken
-    // again, else -1.
-    __device__ __forceinline__ int64 settle(int which) {
-        if (!(issued >> which & 1)) return -1;
-        barrier_wait(rooms.slot_free + 8 * which, parities >> which & 1);
-        parities ^= 1u << which;
-        issued ^= 1u << which;
+    __device__ __forceinline__ static int thread() { return threadIdx.x - 32; }
+
+    // Waits until the consumers are done with the oldest slot under way. Returns its tile if that
+    // has to be taken again, else kNoTile.
+    __device__ __forceinline__ int settle() {
+        const unsigned which = settled % kSlots;
+        barrier_wait(rooms.slot_free + 8 * which, settled / kSlots % 2);
+        ++settled;
         const SlotType& done = rooms.slots[which];
-        const int64 tile = done.token == kWork && done.block.redo && !done.clean ? done.tile : -1;
+        const int tile =
+            done.token == kWork && done.block.redo && !done.clean ? done.tile : kNoTile;
         synchronise();
         return tile;
     }
 
     // False if the tile has no row. `again` it is walked as a whole by all warpgroups.
-    __device__ __forceinline__ bool describe(int64 tile, bool again) {
-        SlotType& current = rooms.slots[slot];
+    __device__ __forceinline__ bool describe(int tile, bool again) {
+        SlotType& current = rooms.slots[issued % kSlots];
         BlockWork<T, Score>& block = current.block;
         if (!block.begin_by_warps(p.attention, tile, Tile::kQueries, Tile::kWidth, Tile::kKeys,
-                                  thread, synchronise)) {
+                                  thread(), synchronise)) {
             synchronise();  // all have read that
             return false;
         }
         const TileRange tiles = block.tiles;
         const bool none = tiles.begin == tiles.end;
-        const int warp = thread / 32, lane = thread % 32;
+        const int warp = thread() / 32, lane = thread() % 32;
         if (warp == 0 && lane < Tile::kGroups) {
             const int64 row = block.first_row + 64 * lane;
             const KeyRange all = block.score.range_of_all(row, row + 64);
@@ -126,15 +117,14 @@ struct Describer {
 
     __device__ __forceinline__ void hand_over(Token token, bool again) {
         synchronise();
-        if (thread == 0) {
-            SlotType& current = rooms.slots[slot];
+        if (thread() == 0) {
+            SlotType& current = rooms.slots[issued % kSlots];
             if (again) rooms.dirty->add(current.tile);
             current.clean = again;
             current.token = token;
-            barrier_arrive(rooms.slot_full + 8 * slot);
+            barrier_arrive(rooms.slot_full + 8 * (issued % kSlots));
         }
-        issued |= 1u << slot;
-        slot = (slot + 1) % kSlots;
+        ++issued;
     }
 };
 

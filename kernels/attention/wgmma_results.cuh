@@ -1,5 +1,5 @@
-// How the results of `forward_wgmma` leave: by way of shared memory and TMA where the copy engine
-// can write them, by words of 16 bytes or element by element elsewhere.
+// How the results of `forward_wgmma` leave: by way of shared memory, from there by TMA where the
+// copy engine can write them, by words of 16 bytes or element by element elsewhere.
 #pragma once
 
 #include "attention/fragments.cuh"
@@ -21,15 +21,11 @@ struct WarpResults {
     const RoomsType& rooms;
     const int group;
 
-    struct alignas(4) Pair {
-        T first, second;
-    };
-
     struct Inverses {
         float of_row[2];  // 1 / l; 0 if nothing was seen
     };
 
-    __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
+    __device__ __forceinline__ static int lane() { return lane_index(); }
     // The number of the warp.
     __device__ __forceinline__ int warp() const { return threadIdx.x / 32 - 4; }
     __device__ __forceinline__ int part_of(const SlotType& current) const {
@@ -60,7 +56,7 @@ struct WarpResults {
             damaged |= probe != 0 && inverse == inverse;
         }
         if (damaged) const_cast<SlotType&>(current).block.redo = 1;
-        if (Tile::kStaged && p.out_by_map)
+        if (p.out_by_map)
             store_by_map(current, out);
         else
             store_directly(current, out);
@@ -69,7 +65,7 @@ struct WarpResults {
     // What the warp's rows of a tile see of non-finite values, after their results without them.
     // After all products: the compiler runs them one by one if loops that threads may leave apart
     // come between.
-    __device__ __forceinline__ void put_back(int64 tile) const {
+    __device__ __forceinline__ void put_back(int tile) const {
         __syncwarp();
         auto& block = reinterpret_cast<BlockWork<T, Score>*>(rooms.memory)[threadIdx.x / 32];
         if (!block.begin_by_warp(p.attention, tile, Tile::kQueries, Tile::kWidth, Tile::kKeys))
@@ -130,48 +126,57 @@ struct WarpResults {
         }
     }
 
+    // By way of shared memory too, so that a row's results lie together and one copy of the
+    // stores serves all registers.
     __device__ __forceinline__ void store_directly(const SlotType& current, const Sums& out) const {
+        // A warp's 16 rows by as many columns of floats as there is room for, eight together; which
+        // eight where, depends on the row, so that few meet in a bank.
+        constexpr int kColumns = Tile::kOutWarpBytes / 64, kEights = kColumns / 8;
+        float* const own = reinterpret_cast<float*>(rooms.memory + (rooms.out - rooms.queries) +
+                                                    warp() * Tile::kOutWarpBytes);
+        const auto place = [&](int row, int eight) {
+            return own + row * kColumns + (eight ^ row) % kEights * 8;
+        };
         const Output<T> output(p.attention, current.out_start, current.lse_start);
         const Matrix<T> rounded = output.template matrix<T>();
+        const int values = int(p.attention.values);
         const bool by_vectors = !p.attention.out_is_wide && rounded.column_stride == 1 &&
-                                rounded.row_stride % kVector<T> == 0 &&
+                                rounded.row_stride % kVector<T> == 0 && values % kVector<T> == 0 &&
                                 is_vector_aligned(rounded.data);
+        const int64 first_row = current.block.first_row + warp_row(part_of(current));
+        const int rows = int(min(current.block.end_row - first_row, 16LL));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int64 row = current.block.first_row + own_row(part_of(current), i);
-            const bool present = row < current.block.end_row;
-            if (by_vectors) {
+        for (int first = 0; first < Tile::kWidth; first += kColumns) {
+            __syncwarp();
+            const int own_row = lane() / 4, pair_column = lane() % 4 * 2;
 #pragma unroll
-                for (int j = 0; j < kValueTiles; j += 4) {
-                    unsigned pairs[4];
+            for (int eight = 0; eight < kEights; ++eight)
 #pragma unroll
-                    for (int k = 0; k < 4; ++k)
-                        pairs[k] = pack<T>(out[j + k][2 * i], out[j + k][2 * i + 1]);
-                    transpose_quad(pairs);
-                    const int column = 8 * (j + lane() % 4);
-                    T* const target = &rounded.at(row, column);
-                    if (present && column + kVector<T> <= p.attention.values) {
-                        *reinterpret_cast<uint4*>(target) = {pairs[0], pairs[1], pairs[2],
-                                                             pairs[3]};
-                    } else if (present) {
-#pragma unroll
-                        for (int k = 0; k < 4; ++k) {
-                            const auto pair = bytes_as<Pair>(pairs[k]);
-                            if (column + 2 * k < p.attention.values) target[2 * k] = pair.first;
-                            if (column + 2 * k + 1 < p.attention.values)
-                                target[2 * k + 1] = pair.second;
-                        }
-                    }
+                for (int i = 0; i < 2; ++i) {
+                    const float* pair = &out[first / 8 + eight][2 * i];
+                    *reinterpret_cast<float2*>(place(own_row + 8 * i, eight) + pair_column) = {
+                        pair[0], pair[1]};
                 }
-            } else if (present) {
-#pragma unroll
-                for (int j = 0; j < kValueTiles; ++j)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int column = 8 * j + lane() % 4 * 2 + e;
-                        if (column < p.attention.values)
-                            output.store(row, column, out[j][2 * i + e]);
-                    }
+            __syncwarp();
+            const int columns = min(values - first, kColumns);
+            if (by_vectors) {
+#pragma unroll 1
+                for (int i = lane(); i < 16 * kEights; i += 32) {
+                    const int row = i / kEights, eight = i % kEights;
+                    if (row >= rows || 8 * eight >= columns) continue;
+                    const float* from = place(row, eight);
+                    *reinterpret_cast<uint4*>(&rounded.at(first_row + row, first + 8 * eight)) = {
+                        pack<T>(from[0], from[1]), pack<T>(from[2], from[3]),
+                        pack<T>(from[4], from[5]), pack<T>(from[6], from[7])};
+                }
+            } else {
+#pragma unroll 1
+                for (int i = lane(); i < 16 * kColumns; i += 32) {
+                    const int row = i / kColumns, column = i % kColumns;
+                    if (row < rows && column < columns)
+                        output.store(first_row + row, first + column,
+                                     place(row, column / 8)[column % 8]);
+                }
             }
         }
     }

@@ -162,16 +162,46 @@ def test_shares_of_the_keys(options, splits):
     ATTENTION_PROPERTIES["matches_oracle"](attend(num_splits=splits), case)
 
 
-@pytest.mark.parametrize("width", [64, 128, 256])
-def test_scores_that_grow_towards_the_keys_that_come_last(width):
-    """Tiles are walked from the last key on, without looking for a maximum: it must be found."""
+#: How large 2000 keys are, which are walked from the last on: "steep" ones leave the range of
+#: floats within a tile.
+GROWTHS = {
+    "growing": np.linspace(8, 0.01, 2000),
+    "steep": np.linspace(800, 0.01, 2000),
+    "then falling": 8 - abs(np.linspace(-7.99, 7.99, 2000)),
+    "steep, then even": np.minimum(np.linspace(1200, 0.01, 2000), 600),
+}
+
+
+def growing(width, growth):
+    """Return queries, and keys and values of that growth."""
     q, k, v = (
         np.random.default_rng(i).standard_normal((2, tokens, width)).astype(np.float16)
         for i, tokens in enumerate((300, 2000, 2000))
     )
-    k = (k * np.linspace(8, 0.01, 2000)[:, None]).astype(np.float16)
+    return q, (k * GROWTHS[growth][:, None]).astype(np.float16), v
+
+
+@pytest.mark.parametrize("growth", GROWTHS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_scores_that_grow_towards_the_keys_that_come_last(width, growth):
+    """Tiles are walked from the last key on, without looking for a maximum: it must be found."""
+    q, k, v = growing(width, growth)
     out, lse = attend()(q, k, v, return_lse=True)
     assert_attention_close(out, lse, expect_attention(q, k, v))
+
+
+@pytest.mark.parametrize("growth", GROWTHS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_rows_have_their_bits_whatever_the_scores_of_others(width, growth):
+    """Some rows' scores grow, those of others in their warps do not."""
+    q, k, v = growing(width, growth)
+    out, lse = attend()(q, k, v, return_lse=True)
+    rows = [0, 9, 100, 263, 299]
+    alone = np.zeros_like(q)
+    alone[:, rows] = q[:, rows]
+    out_alone, lse_alone = attend()(alone, k, v, return_lse=True)
+    assert (out_alone[:, rows] == out[:, rows]).all()
+    assert (lse_alone[:, rows] == lse[:, rows]).all()
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])

@@ -24,7 +24,7 @@ from tests.devices import H200
 MMA = MmaTile(2, 4, 64, 64, 64, True, 2)
 DMMA = DmmaTile(4, 32, 64, 64, False, 2)
 TF32 = Tf32Tile(2, 4, 32, 64, 64, 2)
-WGMMA = WgmmaTile(2, 128, 128, 2, 4, True, True, True)
+WGMMA = WgmmaTile(2, 128, 128, 2, 4, True, True)
 DECODE = DecodeTile(4, 32, 64, 64, 3, True, 2)
 BACKWARD_WGMMA = BackwardWgmmaTile(2, 128, 3, 2, True)
 
@@ -146,7 +146,7 @@ def test_every_product_of_the_kernel_has_a_tile_that_may_take_it():
     text = kernel_source("lib/ptx_wgmma.cuh")
     products = re.findall(r"^CUFLASH_HELD_PRODUCTS\((\d+), \d+, (\d+),", text, re.MULTILINE)
     there = {(int(width), 16 * int(steps)) for width, steps in products}
-    small, taken = replace(WGMMA, stages=1, query_stages=2, staged=False), set()
+    small, taken = replace(WGMMA, stages=1, query_stages=2), set()
     for width in range(16, 257, 16):
         for keys in range(16, 257, 16):
             try:
