@@ -206,12 +206,14 @@ _STEPS = tuple(SINGLE_STEPS)
 WGMMA_STEP_TILES = (
     WgmmaChoice(
         64, 0, math.inf, False, replace(_D64_SMALL, topless=False),
-        "224 registers a thread: the float32 bias of a tile waits there while products run",
+        "224 registers a thread: the float32 bias of a tile waits there while products run. Time"
+        " over the plain call at T = 4096 2.46; three warpgroups 2.43, at 512 1.94 and 2.72",
         (replace(_D64_THREE, topless=False),), ("bias",),
     ),
     WgmmaChoice(
         64, 0, math.inf, False, replace(_D64_APART, topless=False),
-        "as without options under a diagonal",
+        "as without options under a diagonal. Causal at T = 512 ALiBi 1.21, with turns and four"
+        " stages 1.38, two warpgroups 1.79; without mask at 4096 1.46, 1.38, 1.58",
         (
             replace(_D64, topless=False), replace(_D64_SMALL, topless=False),
             replace(_D64_THREE, topless=False),
@@ -220,7 +222,8 @@ WGMMA_STEP_TILES = (
     ),
     WgmmaChoice(
         128, 0, math.inf, False, replace(_D128, topless=False),
-        "as without options: the largest tile of keys that leaves two stages",
+        "as without options: the largest tile of keys that leaves two stages. Random mask at"
+        " T = 4096 1.46, without turns 1.64, two warpgroups with 64 keys half as much more",
         (
             replace(_D128, turns=False, topless=False),
             WgmmaTile(2, 64, 128, 4, 4, True, False),
@@ -229,8 +232,9 @@ WGMMA_STEP_TILES = (
     ),
     WgmmaChoice(
         256, 0, math.inf, False, _D256_EXACT,
-        "as without options: 64 keys leave room for results on their way out",
-        (), _STEPS,
+        "as without options: 64 keys leave room for results on their way out. Random mask at"
+        " T = 4096 1.26, without turns 1.40",
+        (replace(_D256_EXACT, turns=False),), _STEPS,
     ),
 )  # fmt: skip
 #: The smallest and largest softcap with which no step of tanh(s / cap) leaves float32.

@@ -9,7 +9,6 @@
 
 #include "attention/fragments.cuh"
 #include "lib/ptx_load.cuh"
-#include "lib/ptx_wgmma.cuh"
 #include "lib/score.cuh"
 
 namespace cuflash {
