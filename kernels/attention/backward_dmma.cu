@@ -1,22 +1,25 @@
 // Gradients of attention on float64 tensor cores, for inputs of any shape and stride (sm_80 and
 // later).
 //
-//   of keys     dk = scale (dS o g)^T q and dv = P^T dout, g the slope of the score
-//   of queries  dq = scale (dS o g) k
+//   backward_dmma, of keys     dk = scale (dS o g)^T q and dv = P^T dout, g the slope of the score;
+//                              with kAddsQueries also the sums of dq, by atomic additions
+//   backward_dmma, of queries  dq = scale (dS o g) k, where it is to have the same bits in every
+//   run backward_dmma_sums         the sums of dq before the additions, 0, and after: dq = scale
+//   sums
 //
-// FlashAttention-2 (Dao 2023, algorithm 2) with a sweep of its own for dq in place of atomic
-// additions, so that all sums have the same order in every run. A block owns rows of k and v, or of
-// q and dout, and meets tiles of the others, one ahead of the products in the background. Two warps
-// share 16 or 32 of its rows: one multiplies features and makes P, the other multiplies values;
-// each hands what it made to the other, lane by lane, and both go on with half of the sums: dv and
-// dk, or the halves of the columns of dq. What they made are left operands of these as they are.
+// FlashAttention-2 (Dao 2023, algorithm 2). A block owns rows of k and v, or of q and dout, and
+// meets tiles of the others, one ahead of the products in the background. Two warps share 16 or 32
+// of its rows: one multiplies features and makes P, the other multiplies values; each hands what it
+// made to the other, lane by lane, and both go on with half of the sums: dv and dk, or the halves
+// of the columns of dq. What they made are left operands of these as they are.
 //
 // Grid: one block for each tile of keys, or of queries, and entry of the gradient's own batch
 // (lib/scheduler.cuh); the block walks over the tiles that see its rows in every batch entry that
 // the gradient is summed over.
 //
-// Dynamic shared memory: the block's own rows of both operands (2 x kOwn x kWidth); two stages of
-// those it meets (2 x kMet x kWidth each); what warps hand over (kOwn x kMet, of queries twice).
+// Dynamic shared memory of backward_dmma: the block's own rows of both operands (2 x kOwn x
+// kWidth); two stages of those it meets (2 x kMet x kWidth each); what warps hand over (kOwn x
+// kMet; of queries, or to add to dq, twice). The others have none.
 #include "attention/backward.cuh"
 #include "attention/dmma_tile.cuh"
 #include "attention/nonfinite_gradients.cuh"
@@ -50,6 +53,15 @@ struct DmmaVjpTile {
     using Rows = CrossedRows<kWidth>;
     static constexpr int kOwnBytes = kOwn * Rows::kPitch, kMetBytes = kMet * Rows::kPitch;
     static constexpr int kHandedBytes = 8 * kOwn * kMet;
+
+    // With few rows at a time a warp often multiplies alone.
+    static __device__ __forceinline__ void multiply(double (&c)[4], const double (&a)[8],
+                                                    const double (&b)[4]) {
+        if constexpr (kMet > 16)
+            MatrixProduct<double>::add(c, a, b);
+        else
+            add_by_quarters(c, a, b);
+    }
     static_assert(kThreads >= 128, "four parts of a block's work are set up side by side");
     static_assert(kThreads >= kOwn && kMet <= 128, "a thread for each query");
 };
@@ -232,8 +244,7 @@ __device__ __forceinline__ void multiply_rows(PairFragments<Tile>& pairs,
                 const Vector<double> x = chunk_at(from), y = chunk_at(from + other);
                 const double b[4] = {x.element[0], x.element[1], y.element[0], y.element[1]};
 #pragma unroll
-                for (int m = 0; m < Tile::kRowTiles; ++m)
-                    MatrixProduct<double>::add(block[m][j], a[m], b);
+                for (int m = 0; m < Tile::kRowTiles; ++m) Tile::multiply(block[m][j], a[m], b);
             }
         }
 #pragma unroll
@@ -277,7 +288,7 @@ __device__ __forceinline__ void add_rows(SumFragments<Tile, kTiles>& sums,
 #pragma unroll
                     for (int part = 0; part < 8; ++part)
                         a[part] = pairs[m][2 * step + part / 4][part % 2 * 2 + part / 2 % 2];
-                    MatrixProduct<double>::add(block[m][n], a, b);
+                    Tile::multiply(block[m][n], a, b);
                 }
             }
 #pragma unroll
@@ -329,7 +340,7 @@ __device__ __forceinline__ void add_queries(const Matrix<double>& to, int64 firs
                                                      ((n ^ part) & 1 ^ odd) * other_key);
             }
 #pragma unroll
-            for (int m = 0; m < kQueryTiles; ++m) MatrixProduct<double>::add(sums[m][n], a[m], b);
+            for (int m = 0; m < kQueryTiles; ++m) Tile::multiply(sums[m][n], a[m], b);
         }
     }
     const int own_column = 8 * first_tile + 2 * t;
