@@ -23,7 +23,8 @@ struct VjpParameters {
     BatchedArray q, k, v;                      // (Tq, D), (Tk, D), (Tk, Dv)
     BatchedArray dout, out, lse, dlse, delta;  // (Tq, Dv) twice, (Tq); dlse may be absent
     BatchedArray dq, dk, dv, dbias, dsinks;
-    BatchedArray dq_sums;  // (Tq, D up to a multiple of 8) in float, where dq is summed by atomics
+    BatchedArray
+        dq_sums;  // (Tq, D up to a multiple of 8), accumulators, if dq is summed by atomics
     int64 features, values;  // D, Dv
     int chunks;              // of the features of a tile that the larger of D and Dv takes
     int dout_is_wide;        // dout has the accumulator's type

@@ -288,7 +288,10 @@ def test_sequences_end_to_end(law):
 
 # ----------------------------------------------------------------------------------- planted faults
 
-DMMA, PUT_BACK = "attention/backward_dmma.cu", "attention/nonfinite_gradients.cuh"
+DMMA, STEPS, PUT_BACK = (
+    f"attention/{name}"
+    for name in ("backward_dmma.cu", "backward_dmma.cuh", "nonfinite_gradients.cuh")
+)
 FAULTS = {
     "no barrier before what is handed over": (
         DMMA,
@@ -296,19 +299,19 @@ FAULTS = {
         "",
     ),
     "delta left out": (DMMA, "place_of(pairs, i) -= below;", ";"),
-    "slope of the softcap left out": (DMMA, "multiply_add(weight, slope[i], 0.0)", "weight"),
+    "slope of the softcap left out": (STEPS, "multiply_add(weight, slope[i], 0.0)", "weight"),
     "rows without keys not told from others": (
-        DMMA,
+        STEPS,
         "if (lse == -infinity<double>()) return x;",
         "",
     ),
     "unseen pairs have weight": (
-        DMMA,
+        STEPS,
         "place_of(dots, i) = seen ? weight : kUnseen<double>;",
         "place_of(dots, i) = weight;",
     ),
-    "unseen pairs have a gradient": (DMMA, "return unseen ? kUnseen<double> :", "return"),
-    "mask not asked": (DMMA, "!(hidden >> i & 1)", "true"),
+    "unseen pairs have a gradient": (STEPS, "return unseen ? kUnseen<double> :", "return"),
+    "mask not asked": (STEPS, "!(hidden >> i & 1)", "true"),
     "queries of tiles before": (DMMA, "tile % Tile::kGroup == 0", "tile == 0"),
     "no second turn for non-finite values": (
         DMMA,

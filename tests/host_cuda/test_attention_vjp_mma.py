@@ -286,6 +286,7 @@ def test_what_only_other_families_can_run():
 # ----------------------------------------------------------------------------------- planted faults
 
 STEPS, MMA = "attention/backward_mma.cuh", "attention/backward_mma.cu"
+PUT_BACK = "attention/nonfinite_gradients.cuh"
 FAULTS = {
     "no barrier before pairs are summed": (MMA, "__syncthreads();  // all pairs are there", ""),
     "delta left out": (STEPS, "(flow - state.delta);", "flow;"),
@@ -309,7 +310,7 @@ FAULTS = {
         "damaged_rows<SumPart>(sums);",
     ),
     "non-finite keys multiplied by 0": (MMA, "keys_damaged = true;", ";"),
-    "non-finite values not put back": (STEPS, "x = narrow<T>(widen(x) + total);", ";"),
+    "non-finite values not put back": (PUT_BACK, "x = narrow<T>(widen(x) + total);", ";"),
     "scale of dq left out": (
         MMA,
         "const float scale = block.score.scale;",

@@ -187,6 +187,10 @@ struct MatrixProduct<double> {
                 c[i] = __builtin_fma(rows[i / 2][k], columns[i % 2][k], c[i]);
     }
 };
+// Products are added one by one, whatever the depth of an instruction.
+inline void add_by_quarters(double (&c)[4], const double (&a)[8], const double (&b)[4]) {
+    MatrixProduct<double>::add(c, a, b);
+}
 
 // ------------------------------------------------------------------------------ additions (red)
 
