@@ -350,13 +350,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             if (t == 0) aside = {now, l, of_out ? now : aside.out_reference};
             state[i].l = last && t == 0 ? l : 0;
             if (!of_out || row_of(i) >= block.end_row) continue;
-            const int columns = int(block.end_value - block.first_value) - 2 * t;
+            const int own_columns = int(block.end_value - block.first_value) - 2 * t;
             double* sum = &sums.at(row_of(i), block.first_value + 2 * t);
 #pragma unroll
             for (int j = 0; j < kValueTiles; ++j, sum += 8 * sums.column_stride)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    if (8 * j + e >= columns) continue;
+                    if (8 * j + e >= own_columns) continue;
                     double& own = out[j][2 * i + e];
                     double& other = sum[e * sums.column_stride];
                     if (!first_of_out) own = multiply_add(other, factor, own);
