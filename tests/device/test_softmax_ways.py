@@ -252,7 +252,7 @@ def test_many_rows_side_by_side(dtype):
     columns = 264
     base = numbers(dtype, 2050 * columns)
     for length in (2, 128, 129, 512, 513, 1024, 1025, 2050):
-        x = base[: length * columns].reshape(length, columns).copy()
+        x = bits(base)[: length * columns].copy().view(dtype).reshape(length, columns)
         put(x, (slice(None), 3), -np.inf)
         put(x, (slice(None, None, 2), 5), -np.inf)
         put(x, (0, 6), np.nan)
