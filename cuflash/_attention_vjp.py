@@ -74,8 +74,9 @@ def flash_attention_vjp(
     dlse : array, shape (..., Tq), optional
         Cotangent of lse, of its dtype. Default: zero.
     deterministic : bool
-        Bit-equal gradients from run to run. The NumPy engine's always are; on a GPU, dq of 16 bits
-        is summed by atomic additions otherwise, which takes less time and more workspace.
+        Bit-equal gradients from run to run. The NumPy engine's always are; on a GPU, dq of 16 bits,
+        or on tensor cores, is summed by atomic additions otherwise, which takes less time and more
+        workspace.
     grads : AttentionGrads, optional
         Arrays to fill, each of its operand's shape and dtype; what is None is not computed.
         Default: all gradients there are, newly allocated.
