@@ -253,8 +253,12 @@ def test_memory_is_the_results_and_the_stated_workspace(tq, dtype):
         assert peak.peak == 0
 
 
-#: Four warpgroups spill the sums that a step needs only if it starts over.
-SPILLS = "WgmmaTile<4,"
+#: Kernels with a few words that spill, by the ends of their names.
+SPILL = (
+    "SoftcapScore<float>, cuflash::WgmmaTile<4, 64, 64, 6, 8, true, false, false>>",
+    "AlibiScore<float>, cuflash::WgmmaTile<4, 64, 64, 6, 8, true, false, false>>",
+    "BiasScore<float>, cuflash::WgmmaTile<2, 128, 128, 2, 4, true, true, false>>",
+)
 #: CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES of the driver, which CuPy does not name.
 LOCAL_SIZE_BYTES = 3
 
@@ -264,7 +268,7 @@ def test_kernels_have_no_local_memory(kernels):
     local = {
         name.expression: driver.funcGetAttribute(LOCAL_SIZE_BYTES, load(name, 0).ptr)
         for name in kernels
-        if name.source.startswith("attention/") and SPILLS not in name.expression
+        if name.source.startswith("attention/") and not name.expression.endswith(SPILL)
     }
     assert local
     assert {name: size for name, size in local.items() if size} == {}

@@ -93,14 +93,16 @@ def test_a_row_has_as_many_blocks_as_hold_or_split_it():
     assert split.parts == H200.multiprocessors // 3
 
 
-@pytest.mark.parametrize(("length", "parts", "trips"), [(128, 1, 2), (4096, 8, 2), (2**15, 1, 3)])
-def test_rows_side_by_side_are_tiles(length, parts, trips):
+@pytest.mark.parametrize(
+    ("length", "parts", "trips", "width"), [(128, 1, 2, 256), (4096, 8, 2, 128), (2**15, 1, 3, 128)]
+)
+def test_rows_side_by_side_are_tiles(length, parts, trips, width):
     found = residency(H200, FLOAT32, length, axis=0)
     (launch,) = plan_rows(H200, FLOAT32, MANY_ROWS, length, axis=0).launches
     assert (found.regime, found.parts, found.trips) == ("columns", parts, trips)
     assert found.threads == launch.block
-    # A tile is 128 bytes wide, and whole tiles are in flight.
-    tiles = found.wave_bytes / (128 * length)
+    # Whole tiles are in flight.
+    tiles = found.wave_bytes / (width * length)
     assert tiles == found.blocks * H200.multiprocessors // parts
     assert not found.absorbed
 
