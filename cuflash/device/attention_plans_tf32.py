@@ -98,7 +98,7 @@ TF32_TILES = (
     ),
 )  # fmt: skip
 #: Shared memory of a block that is not dynamic: `BlockWork` and what else all its threads know.
-_STATIC_SHARED = 4096
+_STATIC_SHARED = 6144
 
 
 def _fitting(problem: AttentionProblem, limits: DeviceLimits) -> Iterator[Tf32Tile]:

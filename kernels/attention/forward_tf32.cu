@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     __shared__ CopiedTiles tiles_of_warp[kThreads / 32];
     __shared__ unsigned damaged_rows[kThreads];  // bit i: NaN or inf in columns of row i
     __shared__ float references[Tile::kQueries];
+    __shared__ float normalizers[kRows][kThreads];
     CopiedTiles& seen = tiles_of_warp[threadIdx.x / 32];
     if (lane == 0)
         static_cast<WarpTiles&>(seen) = WarpTiles::of(block.score, block.first_row + warp_row,
@@ -116,7 +117,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     FragmentRow state[kRows];
     ValueFragments<Tile> out;
     // The sums of a long row lie among the results while others are made: the error of n terms that
-    // are alike, added one by one, grows like n. `references` says what they are relative to.
+    // are alike, added one by one, grows like n. `normalizers` has theirs, and `references` what
+    // all of them are relative to.
     constexpr int kTilesApart = 1024 / kKeys;
     auto own_results = [&] {
         const Output<float> output(p, block.index, block.work.split);
@@ -124,9 +126,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         return OwnResults(output.template matrix<float>(), block.first_row + row, block.end_row,
                           block.first_value + thread % 4 * 8, block.end_value);
     };
+    auto factor_of = [&](int i) {
+        return exp2_approximate(references[warp_row + 8 * i + g] - state[i].reference);
+    };
+    auto add_stored_normalizer = [&](int i) {
+        state[i].l = multiply_add(normalizers[i][threadIdx.x], factor_of(i), state[i].l);
+    };
     auto add_stored_sums = [&](const OwnResults& from, int i, int column, Vector<float>& x) {
-        const float factor =
-            exp2_approximate(references[warp_row + 8 * i + g] - state[i].reference);
+        const float factor = factor_of(i);
         const Vector<float> stored = from.load(8 * i, column);
 #pragma unroll
         for (int n = 0; n < 4; ++n)
@@ -173,6 +180,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                     }
                     x = {};
                 });
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) {
+                    if (tile > kTilesApart) add_stored_normalizer(i);
+                    normalizers[i][threadIdx.x] = state[i].l;
+                    state[i].l = 0;
+                }
                 __syncwarp();
 #pragma unroll
                 for (int i = 0; i < kRows; ++i)
@@ -203,6 +216,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             visit_sums<Tile>(out, [&](int i, int column, Vector<float>& x) {
                 if (from.has(8 * i)) add_stored_sums(from, i, column, x);
             });
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) add_stored_normalizer(i);
         }
 
 #pragma unroll

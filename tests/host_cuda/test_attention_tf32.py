@@ -200,6 +200,10 @@ def test_equal_terms(d, executor):
     out, lse = cuflash.flash_attention(q, k, v, method="mma", num_splits=1, return_lse=True)
     assert_attention_close(out, lse, expect_attention(q, k, v))
     assert np.abs(out / v[0] - 1).max() < 2e-6
+    k[0] *= 3  # all other weights are equal, and below 1
+    out, lse = cuflash.flash_attention(q, k, v, method="mma", num_splits=1, return_lse=True)
+    assert np.abs(out / v[0] - 1).max() < 2e-6
+    assert np.abs(lse - cuflash.reference.attention(q, k, v)[1]).max() < 1e-6
     out, lse = cuflash.flash_attention(q, k[:1], v[:1], method="mma", return_lse=True)
     assert_attention_close(out, lse, expect_attention(q, k[:1], v[:1]))
 
@@ -275,7 +279,12 @@ FAULTS = {
     "no second turn": Edit(KERNEL, "if (damaged) block.redo = 1;", ""),
     "infinite scores left as they are": Edit(TILE, "left |= 1ull << n;", ";"),
     "stored sums as they were": Edit(KERNEL, "stored.element[n], factor,", "stored.element[n], 1,"),
-    "sums of long rows forgotten": Edit(KERNEL, "if (tile > kTilesApart)", "if (false)"),
+    "sums of long rows forgotten": Edit(
+        KERNEL, "if (tile > kTilesApart) add_stored_sums", "if (false) add_stored_sums"
+    ),
+    "normalizers of long rows forgotten": Edit(
+        KERNEL, "if (tile > kTilesApart) add_stored_normalizer(i);", ""
+    ),
 }
 
 
