@@ -33,6 +33,13 @@ namespace cuflash {
 
 // ------------------------------------------------------------------------------------- consumer
 
+struct No {
+    static constexpr bool value = false;
+};
+struct Yes {
+    static constexpr bool value = true;
+};
+
 // Makes sure that what `x` comes from is done before a wait that follows: ptxas moves waits up over
 // arithmetic, but not over a store, which this, as sums of weights are not negative, never is.
 __device__ __forceinline__ void finish_before_wait(float x, unsigned address) {
@@ -56,40 +63,47 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     // are as exact as any.
     static constexpr float kMostWeight = 1024, kMostExact = 0x1p115f;
 
+    int part;  // which 64 rows of the tile under way
     const float unit;
-    unsigned turn = 0;  // the number of the tile of queries, among the block's
-    int tile = 0;       // that of keys, from the first that the tile sees
+    Ring<Tile::kQueryStages> queries;
     Ring<Tile::kStages> keys{0}, values{0};
+    int slot = 0;
 
     float s[kKeyTiles][4];
     float out[kValueTiles][4];
     unsigned weights[Tile::kKeySteps][4];
     FragmentRow state[2];
     TileOptions<Score, Tile> options;
+    bool whole;  // the tile of keys under way, for these rows
     bool large;  // some reference of the warp is: options alone lead there
 
     __device__ __forceinline__ Consumer(const WgmmaParameters& p, const RoomsType& rooms, int group)
         : Results{p, rooms, group},
+          part(group),
           unit(Score::kScales ? kLog2OfE : float(p.attention.score.scale) * kLog2OfE),
+          queries{group},
           options(p.attention.score) {
         static_assert(!(Score::kPerPair && Tile::kTopless), "scores are not there to start over");
     }
 
     __device__ __forceinline__ void run() {
         if (Tile::kTurns && group == Tile::kGroups - 1) give_turn(0);
-        Token token = kWork;
-        while (token != kEnd) {
-            wait_for_queries();
-            const SlotType& current = slot(turn);
-            token = Token(uniform(current.token));
+        while (true) {
+            barrier_wait(rooms.queries_full + 8 * queries.stage(), queries.parity());
+            const SlotType* current = &rooms.slots[slot];
+            const Token token = Token(uniform(current->token));
             if (token != kWork) {
                 free_queries();
-                ++turn;
-                free_last_slot();
+                free_slot();
+                if (token == kEnd) break;
                 continue;
             }
-            begin_keys(current);
-            start_scores(current);
+            begin(*current);
+            const int unseen = begin_part(*current);
+            skip_keys(unseen);
+            start_scores(*current, current->seen_end[part] - 1);
+            wait_for_keys();
+            take_turn();
             begin_products();
             multiply_keys();
             commit_products();
@@ -97,14 +111,13 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             options.expect(p.attention.score);
             wait_for_products<0>();
             pin(s);
-            begin(current);
-            float factor[2], sum[2];
-            soften(current, false, factor, sum);
-            count(sum);
-            free_scored();
-            skip_values(current);
+            free_keys();
+            if (current->seen_end[part] == 1) release(rooms.queries_free + 8 * queries.stage());
+            first_softmax(*current);
+            skip_values(unseen, uniform(current->clean));
             pack_weights();
-            walk();
+            while (current = walk(*current)) {
+            }
         }
         if (lane() == 0) wait_for_boxes();
         const int count = rooms.dirty->count;
@@ -117,79 +130,74 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     }
 
   private:
-    // From the first weights of a tile of queries to its results, and on to the next tiles as long
-    // as they come: each turn has the scores of one tile of keys, beside the sums of the one
-    // before, whatever queries they are of.
-    __device__ __forceinline__ void walk() {
-        bool clean = uniform(slot(turn).clean);
-        bool accumulate = false;
+    // From the first weights of a tile to its results. Returns the next tile, whose first weights
+    // are made then, or null.
+    __device__ __forceinline__ const SlotType* walk(const SlotType& current) {
+        const bool clean = uniform(current.clean);
+        int accumulate = 0;
+        int tile = uniform(current.seen_end[part]) - 2;
+        const int whole_begin = uniform(current.whole_begin[part]);
+        // Masked tiles, whole ones, and under a window masked ones again.
+        int until = Tile::kTopless ? max(uniform(current.whole_end[part]) - 1, whole_begin) : 0;
         while (true) {
-            const bool first = tile == 0;  // the scores are those of the next queries
-            if (first) {
-                ++turn;
-                // The next queries may still be on their way: then results leave meanwhile.
-                if (!Tile::kAhead) break;
-                wait_for_queries();
-                if (uniform(slot(turn).token) != kWork) break;
-            }
-            const SlotType& next = slot(turn);
-            if (clean) clean_values();
-            if (first)
-                begin_keys(next);
-            else
-                --tile;
-            start_scores(next);
-            begin_products();
-            multiply_keys();
-            commit_products();
-            const int whole_begin = uniform(next.whole_begin[part_of(next)]);
-            const int whole_end = uniform(next.whole_end[part_of(next)]);
-            const bool topless =
-                Tile::kTopless && !first && tile >= whole_begin && tile < whole_end - 1;
-            wait_for_values();
-            begin_products();
-            multiply_values(accumulate);
-            commit_products();
-            pass_turn();
-            options.expect(p.attention.score);
-            wait_for_products<1>();
-            pin(s);
-            Inverses inverses;
-            if (first) {
-                inverses = normalize(slot(turn - 1));
-                begin(next);
-            }
-            float factor[2], sum[2];
-            bool rose = soften(next, topless, factor, sum);
-            const bool heavy = topless && __any_sync(kFullWarp, !(sum[0] <= kMostWeight) ||
-                                                                    !(sum[1] <= kMostWeight));
-            if (!heavy) free_scored();
-            finish_before_wait(sum[0] + sum[1], rooms.queries);
-            clean = uniform(next.clean);
-            wait_for_products<0>();
-            pin(out);
-            free_values();
-            if (heavy) {
-                lighten(factor, sum);
-                free_scored();
-                rose = true;
-            }
-            count(sum);
-            accumulate = !first;
-            if (first) {
-                finish(slot(turn - 1), out, inverses);
-                free_last_slot();
-                skip_values(next);
-            } else if (rose) {
-#pragma unroll
-                for (int j = 0; j < kValueTiles; ++j)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) out[j][e] *= factor[e / 2];
-            }
-            pack_weights();
+            for (; tile >= until; --tile) step(current, tile, accumulate, clean, Yes{});
+            if (until == 0) break;
+            if (Tile::kTopless)
+                for (; tile >= whole_begin; --tile) step(current, tile, accumulate, clean, No{});
+            until = 0;
         }
+
+        if (!Tile::kAhead) {
+            // The next queries are still on their way: results leave meanwhile.
+            if (clean) clean_values();
+            queries.advance(Tile::kGroups);
+            end(current, accumulate);
+            return nullptr;
+        }
+        Ring<Tile::kQueryStages> after = queries;
+        after.advance(Tile::kGroups);
+        barrier_wait(rooms.queries_full + 8 * after.stage(), after.parity());
+        const SlotType& next = rooms.slots[(slot + 1) % kSlots];
+        queries = after;
         if (clean) clean_values();
-        const Inverses inverses = normalize(slot(turn - 1));
+        if (uniform(next.token) != kWork) {
+            end(current, accumulate);
+            return nullptr;
+        }
+        const int unseen = begin_part(next);
+        skip_keys(unseen);
+        start_scores(next, next.seen_end[part] - 1);
+        wait_for_keys();
+        take_turn();
+        begin_products();
+        multiply_keys();
+        commit_products();
+        wait_for_values();
+        multiply_values(accumulate);
+        commit_products();
+        pass_turn();
+        options.expect(p.attention.score);
+        wait_for_products<1>();
+        pin(s);
+        free_keys();
+        if (next.seen_end[part] == 1) release(rooms.queries_free + 8 * queries.stage());
+        const Inverses inverses = normalize(current);
+        begin(next);
+        first_softmax(next);
+        finish_before_wait(state[0].l + state[1].l, rooms.queries);
+        wait_for_products<0>();
+        pin(out);
+        free_values();
+        finish(current, out, inverses);
+        free_slot();
+        skip_values(unseen, uniform(next.clean));
+        pack_weights();
+        return &next;
+    }
+
+    // The last sums of a tile and its results.
+    __device__ __forceinline__ void end(const SlotType& current, int accumulate) {
+        const Inverses inverses = normalize(current);
         wait_for_values();
         begin_products();
         multiply_values(accumulate);
@@ -197,41 +205,83 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         wait_for_products<0>();
         pin(out);
         free_values();
-        finish(slot(turn - 1), out, inverses);
-        free_last_slot();
+        finish(current, out, inverses);
+        free_slot();
     }
 
-    // Lets the keys pass that none of the warpgroup's rows sees.
-    __device__ __forceinline__ void begin_keys(const SlotType& next) {
-        if (Tile::kAhead) {
-#pragma unroll 1
-            for (int count = unseen(next); count > 0; --count) {
-                wait_for_keys();
-                take_turn();
-                pass_turn();
-                free_keys();
-            }
-        }
-        tile = uniform(next.seen_end[part_of(next)]) - 1;
+    // Which rows of a tile are the warpgroup's; how many tiles of keys none of them sees come
+    // first.
+    __device__ __forceinline__ int begin_part(const SlotType& next) {
+        if (!Tile::kAhead) return 0;
+        part = uniform(part_of(next));
+        return uniform(next.tiles - next.seen_end[part]);
     }
-    // What can be done about the scores of a tile of keys before their product; then its turn.
-    __device__ __forceinline__ void start_scores(const SlotType& current) {
-        options.start(p.attention.score, current.block.score, corner_of(current));
-        wait_for_keys();
-        take_turn();
-    }
-    // The same of their values.
-    __device__ __forceinline__ void skip_values(const SlotType& current) {
+    __device__ __forceinline__ void skip_keys(int count) {
         if (!Tile::kAhead) return;
 #pragma unroll 1
-        for (int count = unseen(current); count > 0; --count) {
-            if (uniform(current.clean)) clean_values();
+        for (; count > 0; --count) {
+            wait_for_keys();
+            take_turn();
+            pass_turn();
+            free_keys();
+        }
+    }
+    __device__ __forceinline__ void skip_values(int count, bool clean) {
+        if (!Tile::kAhead) return;
+#pragma unroll 1
+        for (; count > 0; --count) {
+            if (clean) clean_values();
             wait_for_values();
             free_values();
         }
     }
-    __device__ __forceinline__ int unseen(const SlotType& current) const {
-        return uniform(current.tiles - current.seen_end[part_of(current)]);
+
+    // Scores and weights of one tile of keys, beside the sums of the one before.
+    template <typename Exact>
+    __device__ __forceinline__ void step(const SlotType& current, int tile, int& accumulate,
+                                         bool clean, Exact) {
+        if (clean) clean_values();
+        start_scores(current, tile);
+        wait_for_keys();
+        take_turn();
+        begin_products();
+        multiply_keys();
+        commit_products();
+        wait_for_values();
+        multiply_values(accumulate);
+        commit_products();
+        pass_turn();
+        options.expect(p.attention.score);
+        wait_for_products<1>();
+        pin(s);
+        float factor[2] = {1, 1};
+        bool rose = false;
+        if constexpr (Tile::kTopless && !Exact::value) {
+            float sum[2];
+            weigh(sum);
+            if (__any_sync(kFullWarp, !(sum[0] <= kMostWeight) || !(sum[1] <= kMostWeight))) {
+                lighten(factor, sum);
+                rose = true;
+            }
+            state[0].l += sum[0];
+            state[1].l += sum[1];
+        } else {
+            rose = weigh_exactly(current, tile, factor);
+            finish_before_wait(state[0].l + state[1].l, rooms.queries);
+        }
+        free_keys();
+        if (tile == 0) release(rooms.queries_free + 8 * queries.stage());
+        wait_for_products<0>();
+        pin(out);
+        free_values();
+        if (rose) {
+#pragma unroll
+            for (int j = 0; j < kValueTiles; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[j][e] *= factor[e / 2];
+        }
+        pack_weights();
+        accumulate = 1;
     }
 
     // --------------------------------------------------------------------------- rows and scores
@@ -244,37 +294,40 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         if (Score::kPerPair) find_large();
     }
 
-    __device__ __forceinline__ TileCorner corner_of(const SlotType& current) const {
-        const int row = warp_row(part_of(current)), key = tile * Tile::kKeys;
-        return {current.block.first_row + row, current.first_key + key,
-                current.distance + row - key, current.distance != SlotType::kFar};
+    // What can be done about the scores of a tile before their product.
+    __device__ __forceinline__ void start_scores(const SlotType& current, int tile) {
+        whole = tile >= current.whole_begin[part] && tile < current.whole_end[part];
+        options.start(p.attention.score, current.block.score, corner_of(current, tile));
+    }
+    __device__ __forceinline__ TileCorner corner_of(const SlotType& current, int tile) const {
+        return {current.block.first_row + warp_row(part), current.first_key + tile * Tile::kKeys,
+                current.distance + warp_row(part) - tile * Tile::kKeys,
+                current.distance != SlotType::kFar};
     }
 
-    // Dot products of a tile of keys become weights; tells whether sums must be multiplied by
-    // `factor`. Where a mask hides all they are left to `pack_weights`.
-    __device__ __forceinline__ bool soften(const SlotType& current, bool topless,
-                                           float (&factor)[2], float (&sum)[2]) {
-        factor[0] = factor[1] = 1;
-        sum[0] = sum[1] = 0;
-        if (options.hides_all()) return false;
-        options.change(s, p.attention.score, current.block.score, corner_of(current));
-        bool rose = false;
-        if (!topless) {
-            hide_unseen(current);
-            rose = raise(factor);
-        }
-        weigh(sum);
-        return rose;
+    __device__ __forceinline__ void first_softmax(const SlotType& current) {
+        float factor[2];
+        weigh_exactly(current, current.seen_end[part] - 1, factor);
     }
-    __device__ __forceinline__ void count(const float (&sum)[2]) {
+
+    // Dot products become weights, relative to references that are raised before; whether any is.
+    // Where a mask hides all they are left to `pack_weights`.
+    __device__ __forceinline__ bool weigh_exactly(const SlotType& current, int tile,
+                                                  float (&factor)[2]) {
+        if (options.hides_all()) return false;
+        options.change(s, p.attention.score, current.block.score, corner_of(current, tile));
+        hide_unseen(current, tile);
+        const bool rose = raise(factor);
+        float sum[2];
+        weigh(sum);
         state[0].l += sum[0];
         state[1].l += sum[1];
+        return rose;
     }
 
     // -inf where a pair is unseen by its position.
-    __device__ __forceinline__ void hide_unseen(const SlotType& current) {
-        const int part = part_of(current);
-        if (tile >= current.whole_begin[part] && tile < current.whole_end[part]) return;
+    __device__ __forceinline__ void hide_unseen(const SlotType& current, int tile) {
+        if (whole) return;
         const int first_key = tile * Tile::kKeys + lane() % 4 * 2;
         int low[2], high[2];
 #pragma unroll
@@ -313,6 +366,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     // Raises the references that scores are too far above; tells whether there may be any.
     __device__ __forceinline__ bool raise(float (&factor)[2]) {
         float tops[2] = {top(0), top(1)};
+        factor[0] = factor[1] = 1;
         if (!__any_sync(kFullWarp, state[0].is_passed_by(tops[0], unit) ||
                                        state[1].is_passed_by(tops[1], unit)))
             return false;
@@ -331,34 +385,30 @@ struct Consumer : private WarpResults<T, Score, Tile> {
 
     // Scores become weights, summed a row.
     __device__ __forceinline__ void weigh(float (&sum)[2]) {
-        if (Score::kPerPair && large) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                weigh_row(i, sum[i], [&](float x) {
-                    return state[i].is_large() ? state[i].weight_of_large(x, unit, 0)
-                                               : state[i].weight(x, unit);
-                });
-        } else {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) weigh_row(i, sum[i]);
-        }
-    }
-    __device__ __forceinline__ void weigh_row(int i, float& sum) {
-        weigh_row(i, sum, [&](float x) { return state[i].weight(x, unit); });
+        if (Score::kPerPair && large)
+            weigh_by(sum, [&](int i, float x) {
+                return state[i].is_large() ? state[i].weight_of_large(x, unit, 0)
+                                           : state[i].weight(x, unit);
+            });
+        else
+            weigh_by(sum, [&](int i, float x) { return state[i].weight(x, unit); });
     }
     template <typename WeightOf>
-    __device__ __forceinline__ void weigh_row(int i, float& sum, WeightOf weight_of) {
-        float odd = 0;
-        sum = 0;
+    __device__ __forceinline__ void weigh_by(float (&sum)[2], WeightOf weight_of) {
 #pragma unroll
-        for (int j = 0; j < kKeyTiles; ++j) {
-            float &a = s[j][2 * i], &b = s[j][2 * i + 1];
-            a = weight_of(a);
-            b = weight_of(b);
-            sum += a;
-            odd += b;
+        for (int i = 0; i < 2; ++i) {
+            float odd = 0;
+            sum[i] = 0;
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+                float &a = s[j][2 * i], &b = s[j][2 * i + 1];
+                a = weight_of(i, a);
+                b = weight_of(i, b);
+                sum[i] += a;
+                odd += b;
+            }
+            sum[i] += odd;
         }
-        sum += odd;
     }
 
     // Rows whose weights are heavy take a larger reference. Weights that are not near overflow
@@ -390,7 +440,9 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     // warp alone, relative to the largest score.
     __device__ __forceinline__ void start_over(const bool (&lost)[2], float (&factor)[2],
                                                float (&sum)[2]) {
-        const unsigned query_rows = rooms.queries + query_stage() * Tile::kQueryBytes +
+        wait_for_products<0>();  // registers of the weights before are free
+        pin(out);
+        const unsigned query_rows = rooms.queries + queries.stage() * Tile::kQueryBytes +
                                     (warp() % 4 * 16 + lane() % 16) * 128;
         const unsigned key_rows = rooms.keys + keys.stage() * Tile::kKeyBytes + lane() % 8 * 128;
 #pragma unroll
@@ -418,7 +470,14 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             const float t = reduce_quad(top(i), [](float a, float b) { return maximum(a, b); });
             if (!lost[i]) continue;
             factor[i] *= state[i].raise(t, unit);
-            weigh_row(i, sum[i]);
+            float odd = 0;
+            sum[i] = 0;
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+                sum[i] += s[j][2 * i] = state[i].weight(s[j][2 * i], unit);
+                odd += s[j][2 * i + 1] = state[i].weight(s[j][2 * i + 1], unit);
+            }
+            sum[i] += odd;
         }
     }
 
@@ -436,11 +495,11 @@ struct Consumer : private WarpResults<T, Score, Tile> {
 
     __device__ __forceinline__ void multiply_keys() {
         SharedProduct<T, Tile::kKeys>::template start<Tile::kPanels, 64, Tile::kKeys>(
-            s, rows_of_terms(rooms.queries + query_stage() * Tile::kQueryBytes),
+            s, rows_of_terms(rooms.queries + queries.stage() * Tile::kQueryBytes),
             rows_of_terms(rooms.keys + keys.stage() * Tile::kKeyBytes));
     }
 
-    __device__ __forceinline__ void multiply_values(bool accumulate) {
+    __device__ __forceinline__ void multiply_values(int accumulate) {
         HeldProduct<T, Tile::kWidth, Tile::kKeySteps>::add(
             out, weights,
             columns_of_terms(rooms.values + values.stage() * Tile::kKeyBytes, Tile::kKeys),
@@ -496,17 +555,6 @@ struct Consumer : private WarpResults<T, Score, Tile> {
 
     // ------------------------------------------------------------------------------------- waits
 
-    __device__ __forceinline__ const SlotType& slot(unsigned turn) const {
-        return rooms.slots[turn % kSlots];
-    }
-    // Each warpgroup's in turn.
-    __device__ __forceinline__ unsigned query_stage() const {
-        return (turn * Tile::kGroups + group) % Tile::kQueryStages;
-    }
-    __device__ __forceinline__ void wait_for_queries() const {
-        barrier_wait(rooms.queries_full + 8 * query_stage(),
-                     (turn * Tile::kGroups + group) / Tile::kQueryStages % 2);
-    }
     __device__ __forceinline__ void wait_for_keys() const {
         barrier_wait(rooms.keys_full + 8 * keys.stage(), keys.parity());
     }
@@ -520,21 +568,18 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         release(rooms.keys_free + 8 * keys.stage());
         keys.advance();
     }
-    // After the scores of a tile of keys, the queries too if it was their last.
-    __device__ __forceinline__ void free_scored() {
-        free_keys();
-        if (tile == 0) free_queries();
-    }
     __device__ __forceinline__ void free_values() {
         release(rooms.values_free + 8 * values.stage());
         values.advance();
     }
-    __device__ __forceinline__ void free_queries() const {
-        release(rooms.queries_free + 8 * query_stage());
+    __device__ __forceinline__ void free_queries() {
+        release(rooms.queries_free + 8 * queries.stage());
+        queries.advance(Tile::kGroups);
     }
-    __device__ __forceinline__ void free_last_slot() const {
+    __device__ __forceinline__ void free_slot() {
         __syncwarp();
-        release(rooms.slot_free + 8 * ((turn - 1) % kSlots));
+        release(rooms.slot_free + 8 * slot);
+        slot = (slot + 1) % kSlots;
     }
 
     // One warpgroup starts its products while the others have their softmax.

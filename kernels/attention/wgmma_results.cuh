@@ -25,7 +25,7 @@ struct WarpResults {
         float of_row[2];  // 1 / l; 0 if nothing was seen
     };
 
-    __device__ __forceinline__ static int lane() { return lane_index(); }
+    __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
     // The number of the warp.
     __device__ __forceinline__ int warp() const { return threadIdx.x / 32 - 4; }
     __device__ __forceinline__ int part_of(const SlotType& current) const {

@@ -16,13 +16,6 @@ __device__ __forceinline__ int uniform(int x) {
     return __shfl_sync(kFullWarp, x, 0);
 }
 
-// The number of the thread in its warp, asked for anew wherever it is used: no register keeps it.
-__device__ __forceinline__ int lane_index() {
-    int x;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(x));
-    return x;
-}
-
 __device__ __forceinline__ void begin_products() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
