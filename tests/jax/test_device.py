@@ -308,7 +308,7 @@ def test_a_program_is_prepared_for_every_device(monkeypatch, rng):
     assert device.prepare(call) == device.rehearse(call, devices.H200).used > 3 * 70 * 8 * 4
     assert len(warmed) == 2
     assert [k.expression.partition("<")[0] for k in warmed[0]] == [
-        "cuflash::forward_simt",
+        "cuflash::forward_tf32",
         "cuflash::combine",
     ]
 
