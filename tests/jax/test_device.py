@@ -4,8 +4,12 @@ import ctypes
 import json
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from functools import cache
+from threading import Lock
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -241,6 +245,33 @@ def test_blocks_are_made_once_and_get_the_addresses_of_each_call(launched, rng, 
     assert len(recorded) == 2 * 2  # two programs, two sets of places
 
 
+def test_threads_in_one_program_have_blocks_of_their_own(monkeypatch):
+    """Each starts its kernels with its own addresses, however long a launch takes."""
+    from cuflash.jax import device
+
+    read, both = [], threading.Barrier(2, timeout=60)
+
+    def start(*, stream):
+        time.sleep(0.05)  # time enough for the other to write its addresses
+        read.append((stream.ptr, block[:2].tolist()))
+
+    block = np.zeros(3, np.int64)
+    program = device.Prepared((start,), block, np.arange(2), np.arange(2), np.zeros(2), Lock())
+    monkeypatch.setattr(device, "prepared", lambda text, ordinal: program)
+    monkeypatch.setattr(device, "_program", lambda text: SimpleNamespace(buffers=2))
+
+    def call(stream):
+        both.wait()
+        device.run(b"a call", [stream * 64, stream * 128], 0, stream)
+
+    threads = [threading.Thread(target=call, args=(stream,)) for stream in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(read) == [(1, [64, 128]), (2, [128, 256])]
+
+
 def ops_of_jax(q, k, v):
     return jax.nn.softmax(q @ k.T / np.sqrt(q.shape[-1])) @ v
 
@@ -289,7 +320,6 @@ def test_parts_of_the_workspace_lie_apart():
 
 def test_a_program_is_prepared_for_every_device(monkeypatch, rng):
     from contextlib import nullcontext
-    from types import SimpleNamespace
 
     from cuflash.jax import device
     from tests import devices
