@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 
 import cuflash
-from cuflash.device import attention_plans
 from cuflash.device.attention_plans_dmma import DMMA_TILES, SCORES
 from cuflash.testing.bounds import assert_attention_close, expect_attention
 from cuflash.testing.cases import ALL_CASES
@@ -54,21 +53,6 @@ def operands(d, dv, tq=TQ, tk=TK):
 @pytest.fixture
 def executor(monkeypatch):
     return use(monkeypatch, limits=A100_LIKE)
-
-
-@pytest.fixture
-def plans_of_one_tile(monkeypatch):
-    """Return a function that lets every plan take a tile, until the test ends."""
-    caches = (attention_plans._forward, attention_plans.plan_attention)
-
-    def take(tile):
-        monkeypatch.setattr(attention_plans, "dmma_tile", lambda *problem: tile)
-
-    for cache in caches:
-        cache.cache_clear()
-    yield take
-    for cache in caches:
-        cache.cache_clear()
 
 
 @pytest.mark.parametrize("score", SCORES)

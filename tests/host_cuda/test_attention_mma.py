@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.device import attention_plans
 from cuflash.device.attention_plans_mma import MMA_TILES, SM75_TILES
 from cuflash.problem import BFLOAT16
 from cuflash.testing.bounds import assert_attention_close, expect_attention
@@ -46,21 +45,6 @@ TILES = [
 def operands(d, dv, dtype=np.float16):
     rng = np.random.default_rng(d)
     return [rng.normal(size=(2, *s)).astype(dtype) for s in ((TQ, d), (TK, d), (TK, dv))]
-
-
-@pytest.fixture
-def plans_of_one_tile(monkeypatch):
-    """Return a function that lets every plan take a tile, until the test ends."""
-    caches = (attention_plans._forward, attention_plans.plan_attention)
-
-    def take(tile):
-        monkeypatch.setattr(attention_plans, "mma_tile", lambda *problem: tile)
-
-    for cache in caches:
-        cache.cache_clear()
-    yield take
-    for cache in caches:
-        cache.cache_clear()
 
 
 @pytest.mark.parametrize(("tile", "score"), TILES)

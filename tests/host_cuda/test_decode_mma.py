@@ -23,7 +23,6 @@ from tests.devices import H200
 from tests.host_cuda import builder
 from tests.host_cuda.builder import Edit
 from tests.host_cuda.test_attention import on_host_cuda, use
-from tests.host_cuda.test_attention_mma import plans_of_one_tile  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
 
@@ -58,10 +57,10 @@ def options(tq, seed=0):
 
 @pytest.mark.parametrize("full", [False, True], ids=["bounds", "options"])
 @pytest.mark.parametrize("choice", DECODE_TILES, ids=lambda choice: choice.tile.expression[19:-1])
-def test_tile(choice, full, monkeypatch, plans_of_one_tile):  # noqa: F811
+def test_tile(choice, full, monkeypatch, plans_of_one_tile):
     """Columns to fill up, groups of heads, ragged keys with NaN behind them, two shares."""
     executor = use(monkeypatch)
-    monkeypatch.setattr(attention_plans, "decode_tile", lambda *problem: choice.tile)
+    plans_of_one_tile(choice.tile)
     q, k, v = operands(5, choice.features - 3, choice.values)
     k[:, :, LENGTHS.max() :] = v[:, :, LENGTHS.max() :] = np.nan
     chosen = options(5) if full else {"causal": True, "key_lengths": LENGTHS}
