@@ -82,6 +82,22 @@ def over_cudnn(
     return wanted, problems.meets(row["speedup"], wanted)
 
 
+def forward16_target(shape: AttentionShape, row: rows.Row) -> tuple[float, bool] | None:
+    """Long rows of wide heads are held against the matmul too."""
+    if row["peer"] != MATMUL:
+        return over_cudnn(_FORWARD16, shape, row)
+    if row["method"] != "auto" or not has_matmul_target(shape):
+        return None
+    wanted = problems.MATMUL_SHARE
+    return wanted, row["speedup"] >= wanted
+
+
+def has_matmul_target(shape: AttentionShape) -> bool:
+    """Tell whether a 16-bit problem has a least share of the matmul's rate."""
+    wide = shape.d >= problems.MATMUL_SHARE_WIDTH
+    return wide and not shape.causal and shape.tokens >= problems.MATMUL_SHARE_TOKENS
+
+
 def decode_target(shape: Decode, row: rows.Row) -> tuple[float, bool] | None:
     """Hold decoding against both peers, and against the copy where bytes are many."""
     if row["peer"] == COPY:
@@ -110,9 +126,7 @@ TABLES = {
         wide_vjp_target,
         backward=True,
     ),
-    "forward16": Table(
-        tuple(_FORWARD16), torch_backends("cuDNN", "flash"), partial(over_cudnn, _FORWARD16)
-    ),
+    "forward16": Table(tuple(_FORWARD16), torch_backends("cuDNN", "flash"), forward16_target),
     "backward16": Table(
         tuple(_BACKWARD16),
         torch_backends("cuDNN", "flash", backward=True),

@@ -73,6 +73,7 @@ def cases() -> list[Case]:
         ("attention", (16, 8, 4096, 128), "float32"),
         *(("attention", (1, 8, t, 128), "bfloat16") for t in _TOKENS),
         *(("attention_vjp", (65536 // t, 8, t, 128), "bfloat16") for t in (1024, 4096, 8192)),
+        ("attention_vjp", (16, 8, 4096, 128), "float32"),
     ]
     return [
         Case(*problem, method)

@@ -60,7 +60,9 @@ def matmul_bias_activation(
     -----
     Apart, a bias and an activation read and write the product once more each. On a GPU all of it is
     one kernel, on tensor cores for float16 and bfloat16; operands whose rows it cannot fetch are
-    copied first. `cuflash.analysis.traffic` tells what that saves.
+    copied first. Products of 64 terms and more in float32 and float64 are cuBLAS's, by way of CuPy,
+    which gains more on them than a kernel for bias and activation costs; with ``CUPY_TF32=1`` CuPy
+    rounds their float32 operands to TF32. `cuflash.analysis.traffic` tells what fusion saves.
 
     References
     ----------
@@ -120,8 +122,8 @@ def dropout_bias_layer_norm(
     seed : int
         Key of the random bits, 0 <= seed < 2**64.
     offset : int, default 0
-        First counter. Arrays that share a seed have masks of their own if their offsets are at
-        least an eighth of their elements apart.
+        First counter, 0 <= offset < 2**61. Arrays that share a seed have masks of their own if
+        their offsets are at least an eighth of their elements apart.
     eps : float, default 1e-5
         Added to the variance.
     residual : array, optional

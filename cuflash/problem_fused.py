@@ -72,6 +72,8 @@ class MatmulProblem:
                 f"b has shape {b.shape}, whose batch axes do not broadcast with those of "
                 f"a, {a.shape}"
             ) from None
+        if not isinstance(activation, str | None):
+            raise TypeError(f"activation must be a str or None, got {type(activation).__name__}")
         if activation not in ACTIVATIONS:
             known = ", ".join(map(repr, ACTIVATIONS))
             raise ValueError(f"activation {activation!r} is unknown; known are {known}")

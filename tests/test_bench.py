@@ -415,10 +415,31 @@ def test_sixteen_bit_rows_are_held_against_cudnn(name: str, wanted: float) -> No
     shape = next(x for x in table.shapes if (x.d, x.tokens, x.causal) == (64, 8192, True))
     assert len(table.shapes) == 24
     assert [peer.name for peer in table.peers] == ["torch SDPA cuDNN", "torch SDPA flash"]
-    row = {"peer": "torch SDPA cuDNN", "speedup": wanted - 0.01}
+    row = {"method": "auto", "peer": "torch SDPA cuDNN", "speedup": wanted - 0.01}
     assert table.target(shape, row) == (wanted, True)
     assert table.target(shape, {**row, "speedup": wanted - 0.02}) == (wanted, False)
     assert table.target(shape, {**row, "peer": "matmul"}) is None
+
+
+@pytest.mark.parametrize(
+    ("d", "tokens", "causal", "method", "held"),
+    [
+        (128, 8192, False, "auto", True),
+        (256, 16384, False, "auto", True),
+        (128, 8192, True, "auto", False),
+        (128, 2048, False, "auto", False),
+        (64, 8192, False, "auto", False),
+        (128, 8192, False, "simt", False),
+    ],
+)
+def test_long_rows_of_wide_heads_are_held_against_the_matmul(
+    d: int, tokens: int, causal: bool, method: str, held: bool
+) -> None:
+    table = benchmarks.attention.TABLES["forward16"]
+    shape = next(x for x in table.shapes if (x.d, x.tokens, x.causal) == (d, tokens, causal))
+    for share in (0.9, 0.89):
+        row = {"method": method, "peer": "matmul", "speedup": share}
+        assert table.target(shape, row) == ((0.9, share >= 0.9) if held else None)
 
 
 @pytest.mark.usefixtures("numpy_device")

@@ -64,6 +64,7 @@ def test_batch_axes_broadcast_as_in_matmul() -> None:
         ({"a": np.ones((2, 2, 3)), "b": np.ones((3, 3, 5))}, ValueError, "do not broadcast"),
         ({"b": np.ones((3, 5), np.float32)}, TypeError, "b has dtype float32 but a has float64"),
         ({"a": np.ones((2, 3), int)}, TypeError, "a has dtype int64; accepted are float64"),
+        ({"activation": np.array(["relu"])}, TypeError, "activation must be a str or None"),
         ({"activation": "swish"}, ValueError, "'swish' is unknown; known are None, 'relu'"),
         ({"out": np.empty((2, 4))}, ValueError, r"out has shape \(2, 4\), the result has \(2, 5\)"),
         ({"out": np.empty((2, 5), np.float32)}, TypeError, "out has dtype float32"),

@@ -228,15 +228,12 @@ def _attention_vjp(
     passes = _passes(tokens, d, size, on_chip_bytes)
     dq_sum = heads * tokens * d * size.accumulator
     streamed = 2 * x + 2 * statistic  # q and dout, lse and delta
-    kernels = [
+    swept = (
         Kernel(2 * x, statistic + dq_sum, 0),  # delta = rowsum(dout out); dq = 0
         Kernel(2 * x + passes * (streamed + dq_sum), 2 * x + passes * dq_sum, 5 * product),
-    ]
-    auxiliary = statistic
-    if size.accumulator != size.element:
-        kernels.append(Kernel(dq_sum, x, 0))  # the sum rounded to dq
-        auxiliary += dq_sum
-    return Traffic(tuple(kernels), auxiliary, 8 * x + statistic)
+        Kernel(dq_sum, x, 0),  # the sum becomes dq
+    )
+    return Traffic(swept, statistic + dq_sum, 8 * x + statistic)
 
 
 class _Model(NamedTuple):
@@ -334,8 +331,7 @@ def traffic(
     **attention_vjp.** materialized is algorithm 3 of [3]_: 7 T^2 elements through HBM, and P of
     the forward kept. Its products are 4. flash (algorithm 4, in the order of [4]_) computes the
     scores again, 5 products: delta = rowsum(dout out) first; then each tile of keys streams q,
-    dout, lse and delta past it and adds to dq, which is kept in the dtype of sums; at 16 bits, dq
-    is rounded last.
+    dout, lse and delta past it and adds to sums of dq in the dtype of sums, which become dq last.
 
     References
     ----------

@@ -137,6 +137,9 @@ DECODE = (
     Decode(64, 32, 8, 8192),
     Decode(1, 32, 32, 65536),
 )
+#: Least share of a large matmul's rate, without mask, and the width and tokens from which on.
+MATMUL_SHARE, MATMUL_SHARE_WIDTH, MATMUL_SHARE_TOKENS = 0.9, 128, 8192
+
 #: Least share of the copy's rate, and the bytes of K and V from which on it is wanted: of fewer,
 #: launches and the merge of shares are a tenth.
 DECODE_SHARE, DECODE_SHARE_BYTES = 0.9, 2**30

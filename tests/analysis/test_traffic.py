@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash.analysis import METHODS, largest_tokens, scores_bytes, traffic
-from cuflash.bench.problems import SOFTMAX_TRIPS, AttentionShape, attention_flops
+from cuflash.bench.problems import SOFTMAX_TRIPS, AttentionShape, attention_flops, dtype_of
 
 SHAPES = {
     "softmax": (3, 5, 7),
@@ -113,13 +113,16 @@ def test_flops_of_flash_are_those_that_benchmarks_count(backward: bool) -> None:
     assert counted == attention_flops(shape, backward=backward)
 
 
-def test_rounding_dq_is_for_16_bits() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "accumulator"), [("bfloat16", 4), ("float32", 4), ("float64", 8)]
+)
+def test_dq_is_summed_apart(dtype: str, accumulator: int) -> None:
     tokens, d = 64, 16
-    wide = traffic("attention_vjp", (tokens, d), "float32", "flash")
-    narrow = traffic("attention_vjp", (tokens, d), "bfloat16", "flash")
-    assert wide.auxiliary_bytes == tokens * 4
-    assert narrow.auxiliary_bytes == tokens * 4 + tokens * d * 4
-    assert wide.written_bytes == (tokens + 4 * tokens * d) * 4  # delta; zeros, dq, dk, dv
+    counted = traffic("attention_vjp", (tokens, d), dtype, "flash")
+    sums, delta = tokens * d * accumulator, tokens * accumulator
+    assert counted.auxiliary_bytes == delta + sums
+    results = 3 * tokens * d * dtype_of(dtype).itemsize
+    assert counted.written_bytes == delta + 2 * sums + results  # zeros, then the sums
 
 
 @pytest.mark.parametrize("d", [64, 128])
