@@ -332,6 +332,7 @@ def traffic(
     the forward kept. Its products are 4. flash (algorithm 4, in the order of [4]_) computes the
     scores again, 5 products: delta = rowsum(dout out) first; then each tile of keys streams q,
     dout, lse and delta past it and adds to sums of dq in the dtype of sums, which become dq last.
+    Plain CUDA and deterministic gradients have no such sums, but a sweep of its own for dq.
 
     References
     ----------
