@@ -59,10 +59,11 @@ def matmul_bias_activation(
     Notes
     -----
     Apart, a bias and an activation read and write the product once more each. On a GPU all of it is
-    one kernel, on tensor cores for float16 and bfloat16; operands whose rows it cannot fetch are
-    copied first. Products of 64 terms and more in float32 and float64 are cuBLAS's, by way of CuPy,
-    which gains more on them than a kernel for bias and activation costs; with ``CUPY_TF32=1`` CuPy
-    rounds their float32 operands to TF32. `cuflash.analysis.traffic` tells what fusion saves.
+    one kernel, on tensor cores for float16 and bfloat16, where operands whose rows it cannot fetch
+    are copied first. In float32 and float64 that holds below 64 terms: from there on the product is
+    cuBLAS's, which gains more than one kernel for bias and activation costs. CuPy, which calls it,
+    rounds float32 operands to TF32 if ``CUPY_TF32=1``. `cuflash.analysis.traffic` tells what fusion
+    saves.
 
     References
     ----------
