@@ -1,12 +1,15 @@
 """The properties of gradients pass right ones and catch each fault they exist to catch."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash import AttentionGrads, reference
 from cuflash.testing.bounds import assert_gradients_close, expect_gradients
+from cuflash.testing.gradient_cases import GRADIENT_CASES
 from cuflash.testing.gradients import GRADIENT_PROPERTIES
 from cuflash.testing.strategies import attention_problems, varlen_problems
 from cuflash.testing.varlen_gradients import VARLEN_GRADIENT_PROPERTIES
@@ -21,6 +24,31 @@ cases = attention_problems(
     max_batch_axes=2,
     layouts=("contiguous", "fortran", "step"),
 )
+
+
+@pytest.mark.parametrize(
+    ("case", "spoil"),
+    [
+        ("case_nan_row", np.isnan),
+        ("case_nan_row", np.isfinite),
+        ("case_uninitialised_cache", np.isfinite),
+    ],
+)
+def test_cases_hold_gradients_in_any_order_too(case, spoil):
+    """Only those that are deterministic are right: the others hide NaN, or have it elsewhere."""
+
+    def pull_back(*arrays, deterministic=False, **options):
+        grads = cuflash.flash_attention_vjp(*arrays, **options)
+        if not deterministic:
+            dq = np.where(spoil(grads.dq), 0 if spoil is np.isnan else np.nan, grads.dq)
+            grads = grads._replace(dq=dq.astype(grads.dq.dtype))
+        return grads
+
+    library = SimpleNamespace(
+        flash_attention=cuflash.flash_attention, flash_attention_vjp=pull_back
+    )
+    with pytest.raises(AssertionError, match="NaN at the same places"):
+        GRADIENT_CASES[case](library)
 
 
 @pytest.mark.parametrize("law", GRADIENT_PROPERTIES)
