@@ -40,16 +40,6 @@ struct Yes {
     static constexpr bool value = true;
 };
 
-// Makes sure that what `x` comes from is done before a wait that follows: ptxas moves waits up over
-// arithmetic, but not over a store, which this, as sums of weights are not negative, never is.
-__device__ __forceinline__ void finish_before_wait(float x, unsigned address) {
-    asm volatile(
-        "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n"
-        "@never st.shared.u32 [%1], %1;\n}" ::"f"(x),
-        "r"(address)
-        : "memory");
-}
-
 // A warp of a consumer warpgroup.
 template <typename T, typename Score, typename Tile>
 struct Consumer : private WarpResults<T, Score, Tile> {
@@ -62,48 +52,44 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     // Sums of a thread's weights in a tile up to here need no larger reference; up to here they
     // are as exact as any.
     static constexpr float kMostWeight = 1024, kMostExact = 0x1p115f;
+    // Where registers would not do for results and weights that are not packed, these are packed
+    // before results leave. A mask tells only then whether there are any.
+    static constexpr bool kPacksEarly = Tile::kGroups == 4 && Score::kPerPair && !Score::kHides;
 
-    int part;  // which 64 rows of the tile under way
     const float unit;
-    Ring<Tile::kQueryStages> queries;
+    unsigned turn = 0;  // the number of the tile of queries, among the block's
+    int tile = 0;       // that of keys, from the first that the tile sees
     Ring<Tile::kStages> keys{0}, values{0};
-    int slot = 0;
 
     float s[kKeyTiles][4];
     float out[kValueTiles][4];
     unsigned weights[Tile::kKeySteps][4];
     FragmentRow state[2];
     TileOptions<Score, Tile> options;
-    bool whole;  // the tile of keys under way, for these rows
     bool large;  // some reference of the warp is: options alone lead there
 
     __device__ __forceinline__ Consumer(const WgmmaParameters& p, const RoomsType& rooms, int group)
         : Results{p, rooms, group},
-          part(group),
           unit(Score::kScales ? kLog2OfE : float(p.attention.score.scale) * kLog2OfE),
-          queries{group},
           options(p.attention.score) {
         static_assert(!(Score::kPerPair && Tile::kTopless), "scores are not there to start over");
     }
 
     __device__ __forceinline__ void run() {
         if (Tile::kTurns && group == Tile::kGroups - 1) give_turn(0);
-        while (true) {
-            barrier_wait(rooms.queries_full + 8 * queries.stage(), queries.parity());
-            const SlotType* current = &rooms.slots[slot];
-            const Token token = Token(uniform(current->token));
+        Token token = kWork;
+        while (token != kEnd) {
+            wait_for_queries();
+            const SlotType& current = slot(turn);
+            token = Token(uniform(current.token));
             if (token != kWork) {
                 free_queries();
-                free_slot();
-                if (token == kEnd) break;
+                ++turn;
+                free_last_slot();
                 continue;
             }
-            begin(*current);
-            const int unseen = begin_part(*current);
-            skip_keys(unseen);
-            start_scores(*current, current->seen_end[part] - 1);
-            wait_for_keys();
-            take_turn();
+            begin_keys(current);
+            start_scores(current);
             begin_products();
             multiply_keys();
             commit_products();
@@ -111,15 +97,19 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             options.expect(p.attention.score);
             wait_for_products<0>();
             pin(s);
-            free_keys();
-            if (current->seen_end[part] == 1) release(rooms.queries_free + 8 * queries.stage());
-            first_softmax(*current);
-            skip_values(unseen, uniform(current->clean));
+            begin(current);
+            float factor[2], sum[2];
+            soften(current, false, factor, sum);
+            count(sum);
+            free_scored();
+            skip_values(current);
             pack_weights();
-            while (current = walk(*current)) {
+            while (walk()) {
             }
         }
         if (lane() == 0) wait_for_boxes();
+        // The rows that a warp puts back results in may be another's.
+        named_barrier_wait(Tile::kCleanBarrier, 32 * Tile::kWarps);
         const int count = rooms.dirty->count;
         for (int i = 0; count > DirtyTiles::kMost || i < count; ++i) {
             int tile = rooms.dirty->tile[i % DirtyTiles::kMost];
@@ -130,158 +120,152 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     }
 
   private:
-    // From the first weights of a tile to its results. Returns the next tile, whose first weights
-    // are made then, or null.
-    __device__ __forceinline__ const SlotType* walk(const SlotType& current) {
+    // From the first weights of a tile of queries to its results, and on to the next tiles as long
+    // as they come: each step has the scores of one tile of keys, beside the sums of the one
+    // before.
+    __device__ __forceinline__ bool walk() {
+        const SlotType& current = slot(turn);
         const bool clean = uniform(current.clean);
         int accumulate = 0;
-        int tile = uniform(current.seen_end[part]) - 2;
-        const int whole_begin = uniform(current.whole_begin[part]);
+        const int whole_begin = uniform(current.whole_begin[part_of(current)]);
+        const int whole_end = uniform(current.whole_end[part_of(current)]);
         // Masked tiles, whole ones, and under a window masked ones again.
-        int until = Tile::kTopless ? max(uniform(current.whole_end[part]) - 1, whole_begin) : 0;
+        int until = Tile::kTopless ? max(whole_end - 1, whole_begin) : 0;
         while (true) {
-            for (; tile >= until; --tile) step(current, tile, accumulate, clean, Yes{});
+            while (tile > until) step(current, accumulate, clean, No{});
             if (until == 0) break;
             if (Tile::kTopless)
-                for (; tile >= whole_begin; --tile) step(current, tile, accumulate, clean, No{});
+                while (tile > whole_begin) step(current, accumulate, clean, Yes{});
             until = 0;
         }
-
-        if (!Tile::kAhead) {
-            // The next queries are still on their way: results leave meanwhile.
-            if (clean) clean_values();
-            queries.advance(Tile::kGroups);
-            end(current, accumulate);
-            return nullptr;
-        }
-        Ring<Tile::kQueryStages> after = queries;
-        after.advance(Tile::kGroups);
-        barrier_wait(rooms.queries_full + 8 * after.stage(), after.parity());
-        const SlotType& next = rooms.slots[(slot + 1) % kSlots];
-        queries = after;
+        ++turn;
+        // The next queries may still be on their way: then results leave meanwhile.
         if (clean) clean_values();
-        if (uniform(next.token) != kWork) {
-            end(current, accumulate);
-            return nullptr;
+        if (Tile::kAhead) wait_for_queries();
+        const SlotType& next = slot(turn);
+        if (!Tile::kAhead || uniform(next.token) != kWork) {
+            end(accumulate);
+            return false;
         }
-        const int unseen = begin_part(next);
-        skip_keys(unseen);
-        start_scores(next, next.seen_end[part] - 1);
-        wait_for_keys();
-        take_turn();
-        begin_products();
-        multiply_keys();
-        commit_products();
-        wait_for_values();
-        multiply_values(accumulate);
-        commit_products();
-        pass_turn();
+        begin_keys(next);
+        start_scores(next);
+        start_products(accumulate);
         options.expect(p.attention.score);
         wait_for_products<1>();
         pin(s);
-        free_keys();
-        if (next.seen_end[part] == 1) release(rooms.queries_free + 8 * queries.stage());
-        const Inverses inverses = normalize(current);
+        const Inverses inverses = normalize(slot(turn - 1));
         begin(next);
-        first_softmax(next);
-        finish_before_wait(state[0].l + state[1].l, rooms.queries);
+        float factor[2], sum[2];
+        soften(next, false, factor, sum);
+        free_scored();
+        count(sum);
+        finish_before_wait(__float_as_uint(sum[0] + sum[1]), rooms.queries);
         wait_for_products<0>();
         pin(out);
         free_values();
-        finish(current, out, inverses);
-        free_slot();
-        skip_values(unseen, uniform(next.clean));
-        pack_weights();
-        return &next;
+        if (kPacksEarly) pack_weights();
+        finish(slot(turn - 1), out, inverses);
+        free_last_slot();
+        skip_values(next);
+        if (!kPacksEarly) pack_weights();
+        return true;
     }
 
-    // The last sums of a tile and its results.
-    __device__ __forceinline__ void end(const SlotType& current, int accumulate) {
-        const Inverses inverses = normalize(current);
-        wait_for_values();
-        begin_products();
-        multiply_values(accumulate);
-        commit_products();
-        wait_for_products<0>();
-        pin(out);
-        free_values();
-        finish(current, out, inverses);
-        free_slot();
-    }
-
-    // Which rows of a tile are the warpgroup's; how many tiles of keys none of them sees come
-    // first.
-    __device__ __forceinline__ int begin_part(const SlotType& next) {
-        if (!Tile::kAhead) return 0;
-        part = uniform(part_of(next));
-        return uniform(next.tiles - next.seen_end[part]);
-    }
-    __device__ __forceinline__ void skip_keys(int count) {
-        if (!Tile::kAhead) return;
-#pragma unroll 1
-        for (; count > 0; --count) {
-            wait_for_keys();
-            take_turn();
-            pass_turn();
-            free_keys();
-        }
-    }
-    __device__ __forceinline__ void skip_values(int count, bool clean) {
-        if (!Tile::kAhead) return;
-#pragma unroll 1
-        for (; count > 0; --count) {
-            if (clean) clean_values();
-            wait_for_values();
-            free_values();
-        }
-    }
-
-    // Scores and weights of one tile of keys, beside the sums of the one before.
-    template <typename Exact>
-    __device__ __forceinline__ void step(const SlotType& current, int tile, int& accumulate,
-                                         bool clean, Exact) {
+    // The scores of the next tile of keys and its weights, beside the sums of the one before.
+    template <typename Topless>
+    __device__ __forceinline__ void step(const SlotType& current, int& accumulate, bool clean,
+                                         Topless) {
         if (clean) clean_values();
-        start_scores(current, tile);
-        wait_for_keys();
-        take_turn();
-        begin_products();
-        multiply_keys();
-        commit_products();
-        wait_for_values();
-        multiply_values(accumulate);
-        commit_products();
-        pass_turn();
+        --tile;
+        start_scores(current);
+        start_products(accumulate);
         options.expect(p.attention.score);
         wait_for_products<1>();
         pin(s);
-        float factor[2] = {1, 1};
-        bool rose = false;
-        if constexpr (Tile::kTopless && !Exact::value) {
-            float sum[2];
-            weigh(sum);
-            if (__any_sync(kFullWarp, !(sum[0] <= kMostWeight) || !(sum[1] <= kMostWeight))) {
-                lighten(factor, sum);
-                rose = true;
-            }
-            state[0].l += sum[0];
-            state[1].l += sum[1];
-        } else {
-            rose = weigh_exactly(current, tile, factor);
-            finish_before_wait(state[0].l + state[1].l, rooms.queries);
+        float factor[2], sum[2];
+        bool rose = soften(current, Topless::value, factor, sum);
+        const bool heavy = Topless::value && __any_sync(kFullWarp, !(sum[0] <= kMostWeight) ||
+                                                                       !(sum[1] <= kMostWeight));
+        if (!heavy) {
+            free_scored();
+            count(sum);
         }
-        free_keys();
-        if (tile == 0) release(rooms.queries_free + 8 * queries.stage());
+        if (!Topless::value) finish_before_wait(__float_as_uint(sum[0] + sum[1]), rooms.queries);
         wait_for_products<0>();
         pin(out);
         free_values();
+        if (heavy) {
+            lighten(factor);
+            free_scored();
+            rose = true;
+        }
+        if (kPacksEarly) pack_weights();
         if (rose) {
 #pragma unroll
             for (int j = 0; j < kValueTiles; ++j)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) out[j][e] *= factor[e / 2];
         }
-        pack_weights();
+        if (!kPacksEarly) pack_weights();
         accumulate = 1;
+    }
+
+    // The product of the next scores, and of the weights before with their values.
+    __device__ __forceinline__ void start_products(int accumulate) {
+        begin_products();
+        multiply_keys();
+        commit_products();
+        wait_for_values();
+        multiply_values(accumulate);
+        commit_products();
+        pass_turn();
+    }
+
+    // The last sums of a tile of queries and its results.
+    __device__ __forceinline__ void end(int accumulate) {
+        const Inverses inverses = normalize(slot(turn - 1));
+        wait_for_values();
+        begin_products();
+        multiply_values(accumulate);
+        commit_products();
+        wait_for_products<0>();
+        pin(out);
+        free_values();
+        finish(slot(turn - 1), out, inverses);
+        free_last_slot();
+    }
+
+    // Lets the keys pass that none of the warpgroup's rows sees.
+    __device__ __forceinline__ void begin_keys(const SlotType& next) {
+        if (Tile::kAhead) {
+#pragma unroll 1
+            for (int count = unseen(next); count > 0; --count) {
+                wait_for_keys();
+                take_turn();
+                pass_turn();
+                free_keys();
+            }
+        }
+        tile = uniform(next.seen_end[part_of(next)]) - 1;
+    }
+    // What can be done about the scores of a tile of keys before their product; then its turn.
+    __device__ __forceinline__ void start_scores(const SlotType& current) {
+        options.start(p.attention.score, current.block.score, corner_of(current));
+        wait_for_keys();
+        take_turn();
+    }
+    // The same of their values.
+    __device__ __forceinline__ void skip_values(const SlotType& current) {
+        if (!Tile::kAhead) return;
+#pragma unroll 1
+        for (int count = unseen(current); count > 0; --count) {
+            if (uniform(current.clean)) clean_values();
+            wait_for_values();
+            free_values();
+        }
+    }
+    __device__ __forceinline__ int unseen(const SlotType& current) const {
+        return uniform(current.tiles - current.seen_end[part_of(current)]);
     }
 
     // --------------------------------------------------------------------------- rows and scores
@@ -294,40 +278,37 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         if (Score::kPerPair) find_large();
     }
 
-    // What can be done about the scores of a tile before their product.
-    __device__ __forceinline__ void start_scores(const SlotType& current, int tile) {
-        whole = tile >= current.whole_begin[part] && tile < current.whole_end[part];
-        options.start(p.attention.score, current.block.score, corner_of(current, tile));
-    }
-    __device__ __forceinline__ TileCorner corner_of(const SlotType& current, int tile) const {
-        return {current.block.first_row + warp_row(part), current.first_key + tile * Tile::kKeys,
-                current.distance + warp_row(part) - tile * Tile::kKeys,
-                current.distance != SlotType::kFar};
+    __device__ __forceinline__ TileCorner corner_of(const SlotType& current) const {
+        const int row = warp_row(part_of(current)), key = tile * Tile::kKeys;
+        return {current.block.first_row + row, current.first_key + key,
+                current.distance + row - key, current.distance != SlotType::kFar};
     }
 
-    __device__ __forceinline__ void first_softmax(const SlotType& current) {
-        float factor[2];
-        weigh_exactly(current, current.seen_end[part] - 1, factor);
-    }
-
-    // Dot products become weights, relative to references that are raised before; whether any is.
-    // Where a mask hides all they are left to `pack_weights`.
-    __device__ __forceinline__ bool weigh_exactly(const SlotType& current, int tile,
-                                                  float (&factor)[2]) {
+    // Dot products of a tile of keys become weights; tells whether sums must be multiplied by
+    // `factor`. Where a mask hides all they are left to `pack_weights`.
+    __device__ __forceinline__ bool soften(const SlotType& current, bool topless,
+                                           float (&factor)[2], float (&sum)[2]) {
+        factor[0] = factor[1] = 1;
+        sum[0] = sum[1] = 0;
         if (options.hides_all()) return false;
-        options.change(s, p.attention.score, current.block.score, corner_of(current, tile));
-        hide_unseen(current, tile);
-        const bool rose = raise(factor);
-        float sum[2];
+        options.change(s, p.attention.score, current.block.score, corner_of(current));
+        bool rose = false;
+        if (!topless) {
+            hide_unseen(current);
+            rose = raise(factor);
+        }
         weigh(sum);
+        return rose;
+    }
+    __device__ __forceinline__ void count(const float (&sum)[2]) {
         state[0].l += sum[0];
         state[1].l += sum[1];
-        return rose;
     }
 
     // -inf where a pair is unseen by its position.
-    __device__ __forceinline__ void hide_unseen(const SlotType& current, int tile) {
-        if (whole) return;
+    __device__ __forceinline__ void hide_unseen(const SlotType& current) {
+        const int part = part_of(current);
+        if (tile >= current.whole_begin[part] && tile < current.whole_end[part]) return;
         const int first_key = tile * Tile::kKeys + lane() % 4 * 2;
         int low[2], high[2];
 #pragma unroll
@@ -366,7 +347,6 @@ struct Consumer : private WarpResults<T, Score, Tile> {
     // Raises the references that scores are too far above; tells whether there may be any.
     __device__ __forceinline__ bool raise(float (&factor)[2]) {
         float tops[2] = {top(0), top(1)};
-        factor[0] = factor[1] = 1;
         if (!__any_sync(kFullWarp, state[0].is_passed_by(tops[0], unit) ||
                                        state[1].is_passed_by(tops[1], unit)))
             return false;
@@ -383,41 +363,67 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         large = __any_sync(kFullWarp, state[0].is_large() || state[1].is_large());
     }
 
-    // Scores become weights, summed a row.
+    // Scores become weights, summed a row. Where references are large that takes a step of its own,
+    // to which the one for all adds nothing: one copy of that, whose registers need no others.
     __device__ __forceinline__ void weigh(float (&sum)[2]) {
-        if (Score::kPerPair && large)
-            weigh_by(sum, [&](int i, float x) {
-                return state[i].is_large() ? state[i].weight_of_large(x, unit, 0)
-                                           : state[i].weight(x, unit);
-            });
-        else
-            weigh_by(sum, [&](int i, float x) { return state[i].weight(x, unit); });
-    }
-    template <typename WeightOf>
-    __device__ __forceinline__ void weigh_by(float (&sum)[2], WeightOf weight_of) {
+        float rate = unit, shift[2] = {0 - state[0].reference, 0 - state[1].reference};
+        if (Score::kPerPair && large) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float odd = 0;
-            sum[i] = 0;
-#pragma unroll
-            for (int j = 0; j < kKeyTiles; ++j) {
-                float &a = s[j][2 * i], &b = s[j][2 * i + 1];
-                a = weight_of(i, a);
-                b = weight_of(i, b);
-                sum[i] += a;
-                odd += b;
+            for (int i = 0; i < 2; ++i) {
+                subtract_reference(i);
+                shift[i] = 0;
             }
-            sum[i] += odd;
+            rate = 1;
         }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) weigh_row(i, sum[i], rate, shift[i]);
+    }
+    // Logarithms of weights, see `FragmentRow::weight` and `weight_of_large`.
+    __device__ __forceinline__ void subtract_reference(int i) {
+        const bool is_large = state[i].is_large();
+        const float first = is_large ? 0 : -state[i].reference;
+        const float second = is_large ? -state[i].reference : 0;
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& x = s[j][2 * i + e];
+                x = add(multiply_add(x, unit, first), second);
+            }
+    }
+    __device__ __forceinline__ void weigh_row(int i, float& sum) {
+        weigh_row(i, sum, unit, 0 - state[i].reference);
+    }
+    __device__ __forceinline__ void weigh_row(int i, float& sum, float rate, float shift) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& x = s[j][2 * i + e];
+                x = exp2_approximate(multiply_add(x, rate, shift));
+            }
+        sum = sum_row(i);
+    }
+    __device__ __forceinline__ float sum_row(int i) const {
+        float even = 0, odd = 0;
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+            even += s[j][2 * i];
+            odd += s[j][2 * i + 1];
+        }
+        return even + odd;
     }
 
     // Rows whose weights are heavy take a larger reference. Weights that are not near overflow
     // become relative to it by a power of two, without a rounding. No row decides over another's
     // bits.
-    __device__ __forceinline__ void lighten(float (&factor)[2], float (&sum)[2]) {
+    __device__ __forceinline__ void lighten(float (&factor)[2]) {
         bool lost[2];
+        float sum[2];
+        pin(s);  // sums are found again: registers do not keep them through the wait before
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+            sum[i] = sum_row(i);
             const float most = reduce_quad(sum[i], [](float a, float b) { return maximum(a, b); });
             lost[i] = most > kMostExact;
             if (lost[i] || !(most > kMostWeight)) continue;
@@ -434,15 +440,14 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             }
         }
         if (__any_sync(kFullWarp, lost[0] || lost[1])) start_over(lost, factor, sum);
+        count(sum);
     }
 
     // The weights of rows that are `lost`, once more, from the tiles that are still there, by the
     // warp alone, relative to the largest score.
     __device__ __forceinline__ void start_over(const bool (&lost)[2], float (&factor)[2],
                                                float (&sum)[2]) {
-        wait_for_products<0>();  // registers of the weights before are free
-        pin(out);
-        const unsigned query_rows = rooms.queries + queries.stage() * Tile::kQueryBytes +
+        const unsigned query_rows = rooms.queries + query_stage() * Tile::kQueryBytes +
                                     (warp() % 4 * 16 + lane() % 16) * 128;
         const unsigned key_rows = rooms.keys + keys.stage() * Tile::kKeyBytes + lane() % 8 * 128;
 #pragma unroll
@@ -470,14 +475,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
             const float t = reduce_quad(top(i), [](float a, float b) { return maximum(a, b); });
             if (!lost[i]) continue;
             factor[i] *= state[i].raise(t, unit);
-            float odd = 0;
-            sum[i] = 0;
-#pragma unroll
-            for (int j = 0; j < kKeyTiles; ++j) {
-                sum[i] += s[j][2 * i] = state[i].weight(s[j][2 * i], unit);
-                odd += s[j][2 * i + 1] = state[i].weight(s[j][2 * i + 1], unit);
-            }
-            sum[i] += odd;
+            weigh_row(i, sum[i]);
         }
     }
 
@@ -495,7 +493,7 @@ struct Consumer : private WarpResults<T, Score, Tile> {
 
     __device__ __forceinline__ void multiply_keys() {
         SharedProduct<T, Tile::kKeys>::template start<Tile::kPanels, 64, Tile::kKeys>(
-            s, rows_of_terms(rooms.queries + queries.stage() * Tile::kQueryBytes),
+            s, rows_of_terms(rooms.queries + query_stage() * Tile::kQueryBytes),
             rows_of_terms(rooms.keys + keys.stage() * Tile::kKeyBytes));
     }
 
@@ -555,6 +553,17 @@ struct Consumer : private WarpResults<T, Score, Tile> {
 
     // ------------------------------------------------------------------------------------- waits
 
+    __device__ __forceinline__ const SlotType& slot(unsigned turn) const {
+        return rooms.slots[turn % kSlots];
+    }
+    // Each warpgroup's in turn.
+    __device__ __forceinline__ unsigned query_stage() const {
+        return (turn * Tile::kGroups + group) % Tile::kQueryStages;
+    }
+    __device__ __forceinline__ void wait_for_queries() const {
+        barrier_wait(rooms.queries_full + 8 * query_stage(),
+                     (turn * Tile::kGroups + group) / Tile::kQueryStages % 2);
+    }
     __device__ __forceinline__ void wait_for_keys() const {
         barrier_wait(rooms.keys_full + 8 * keys.stage(), keys.parity());
     }
@@ -568,18 +577,21 @@ struct Consumer : private WarpResults<T, Score, Tile> {
         release(rooms.keys_free + 8 * keys.stage());
         keys.advance();
     }
+    // After the scores of a tile of keys, the queries too if it was their last.
+    __device__ __forceinline__ void free_scored() {
+        free_keys();
+        if (tile == 0) free_queries();
+    }
     __device__ __forceinline__ void free_values() {
         release(rooms.values_free + 8 * values.stage());
         values.advance();
     }
-    __device__ __forceinline__ void free_queries() {
-        release(rooms.queries_free + 8 * queries.stage());
-        queries.advance(Tile::kGroups);
+    __device__ __forceinline__ void free_queries() const {
+        release(rooms.queries_free + 8 * query_stage());
     }
-    __device__ __forceinline__ void free_slot() {
+    __device__ __forceinline__ void free_last_slot() const {
         __syncwarp();
-        release(rooms.slot_free + 8 * slot);
-        slot = (slot + 1) % kSlots;
+        release(rooms.slot_free + 8 * ((turn - 1) % kSlots));
     }
 
     // One warpgroup starts its products while the others have their softmax.

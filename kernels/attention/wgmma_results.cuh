@@ -25,7 +25,10 @@ struct WarpResults {
         float of_row[2];  // 1 / l; 0 if nothing was seen
     };
 
-    __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+    // With more than two warpgroups no register is left to keep it in.
+    __device__ __forceinline__ static int lane() {
+        return Tile::kGroups > 2 ? lane_index() : threadIdx.x % 32;
+    }
     // The number of the warp.
     __device__ __forceinline__ int warp() const { return threadIdx.x / 32 - 4; }
     __device__ __forceinline__ int part_of(const SlotType& current) const {

@@ -89,16 +89,13 @@ struct TileOptions<AlibiScore<float>, Tile> : SimpleOption {
                                            const Score& score, TileCorner at) const {
         WarpgroupPairs<Tile> pairs{s, distance};
         if (near) return alibi.change_tile(pairs, 1);
+        if (!alibi.is_present()) return;
+        const int64 first = score.position(at.own_row()) - at.own_key();
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float row[pairs.kColumns];
+        for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int j = 0; j < pairs.kColumns; ++j) row[j] = pairs.at(i, j);
-            score.change_row(row, {at.own_row() + 8 * i, at.own_key(), 0, Tile::kKeys},
-                             [](int j) { return WarpgroupPairs<Tile>::column(j); });
-#pragma unroll
-            for (int j = 0; j < pairs.kColumns; ++j) pairs.at(i, j) = row[j];
-        }
+            for (int j = 0; j < pairs.kColumns; ++j)
+                pairs.at(i, j) -= alibi.slope * float(llabs(first + 8 * i - pairs.column(j)));
     }
 };
 
@@ -181,27 +178,15 @@ struct TileOptions<BiasScore<float>, Tile> : SimpleOption {
     static constexpr int kSingle = kKeyTiles / 4, kDouble = kKeyTiles / 2;
     static constexpr int kAhead = Tile::kWidth > 64 ? kDouble / 2 : kDouble;
     static_assert(kAhead >= kSingle, "room for either");
-    const unsigned char* row[2];  // the thread's first chunks
-    int last;                     // bytes from there to the last chunk of a row
     float scale;
     unsigned held[2][kAhead][4];
-    using SimpleOption::SimpleOption;
+    __device__ __forceinline__ explicit TileOptions(const ScoreParameters& p)
+        : SimpleOption(p), scale(float(p.scale)) {}
     __device__ __forceinline__ void start(const ScoreParameters& p, const Score& score,
                                           TileCorner at) {
-        const auto& bias = score.template step<Bias<float>>();
-        scale = score.scale;
-        const bool wide = p.bias.type == kFloat32;
-        const int size = wide ? 4 : 2, own = threadIdx.x % 4;
-        const int shift = 16 * (wide ? own % 2 * 2 + own / 2 : own);
-        last = int(p.keys - at.key) * size - 16 - shift;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int64 own_row = min(at.own_row() + 8 * i, p.queries - 1);
-            row[i] = static_cast<const unsigned char*>(bias.data) +
-                     (bias.start + own_row * bias.row_stride + at.key) * size + shift;
-        }
-        read<kSingle>(0);
-        if (wide) read<kAhead - kSingle>(kSingle);
+        const Chunks chunks(p, score, at);
+        read<kSingle>(chunks, 0);
+        if (p.bias.type == kFloat32) read<kAhead - kSingle>(chunks, kSingle);
     }
 
     __device__ __forceinline__ void expect(const ScoreParameters& p) {
@@ -213,11 +198,11 @@ struct TileOptions<BiasScore<float>, Tile> : SimpleOption {
     }
 
     __device__ __forceinline__ void change(float (&s)[kKeyTiles][4], const ScoreParameters& p,
-                                           const Score&, TileCorner) {
+                                           const Score& score, TileCorner at) {
         if (p.bias.type == kFloat32) {
             add_wide(s, 0);
             if constexpr (kAhead < kDouble) {
-                read<kAhead>(kAhead);
+                read<kAhead>(Chunks(p, score, at), kAhead);
                 exchange_wide();
                 add_wide(s, kAhead);
             }
@@ -229,21 +214,43 @@ struct TileOptions<BiasScore<float>, Tile> : SimpleOption {
     }
 
   private:
+    // Where the thread's chunks are. Found again for the second half: there are no registers to
+    // keep it in.
+    struct Chunks {
+        const unsigned char* row[2];  // the first ones
+        int last;                     // bytes from there to the last chunk of a row
+
+        __device__ __forceinline__ Chunks(const ScoreParameters& p, const Score& score,
+                                          TileCorner at) {
+            const auto& bias = score.template step<Bias<float>>();
+            const bool wide = p.bias.type == kFloat32;
+            const int size = wide ? 4 : 2, own = threadIdx.x % 4;
+            const int shift = 16 * (wide ? own % 2 * 2 + own / 2 : own);
+            last = int(p.keys - at.key) * size - 16 - shift;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int64 own_row = min(at.own_row() + 8 * i, p.queries - 1);
+                row[i] = static_cast<const unsigned char*>(bias.data) +
+                         (bias.start + own_row * bias.row_stride + at.key) * size + shift;
+            }
+        }
+    };
+
     // Chunks from `first` on. Past the end of a row its last one, for positions to hide.
     template <int kCount>
-    __device__ __forceinline__ void read(int first) {
-        if (last >= 64 * (kDouble - 1))
-            read_at<kCount>(first, [](int offset) { return offset; });
+    __device__ __forceinline__ void read(const Chunks& chunks, int first) {
+        if (chunks.last >= 64 * (kDouble - 1))
+            read_at<kCount>(chunks, first, [](int offset) { return offset; });
         else
-            read_at<kCount>(first, [&](int offset) { return min(offset, last); });
+            read_at<kCount>(chunks, first, [&](int offset) { return min(offset, chunks.last); });
     }
     template <int kCount, typename At>
-    __device__ __forceinline__ void read_at(int first, At at) {
+    __device__ __forceinline__ void read_at(const Chunks& chunks, int first, At at) {
 #pragma unroll
         for (int c = 0; c < kCount; ++c)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const uint4 words = load_global(row[i] + at(64 * (first + c)));
+                const uint4 words = load_global(chunks.row[i] + at(64 * (first + c)));
                 unsigned (&x)[4] = held[i][(first + c) % kAhead];
                 x[0] = words.x, x[1] = words.y, x[2] = words.z, x[3] = words.w;
             }

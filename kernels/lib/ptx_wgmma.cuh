@@ -16,6 +16,13 @@ __device__ __forceinline__ int uniform(int x) {
     return __shfl_sync(kFullWarp, x, 0);
 }
 
+// The number of the thread in its warp, asked for anew wherever it is used: no register keeps it.
+__device__ __forceinline__ int lane_index() {
+    int x;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(x));
+    return x;
+}
+
 __device__ __forceinline__ void begin_products() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -36,8 +43,8 @@ __device__ __forceinline__ void pin(float (&x)[kCount][4]) {
 }
 
 // Makes sure that what `x` comes from is done before a wait that follows: ptxas moves waits up over
-// arithmetic, but not over a store, which this, as two floats that are not negative never make such
-// a word, never is.
+// arithmetic, but not over a store, which this, as a float or two that are not negative never make
+// such a word, never is. (A comparison as floats ptxas sees through.)
 __device__ __forceinline__ void finish_before_wait(unsigned x, unsigned address) {
     asm volatile(
         "{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0xfffffffe;\n"

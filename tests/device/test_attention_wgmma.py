@@ -89,7 +89,19 @@ def test_property(law):
 @pytest.mark.parametrize(
     "tokens",
     # One key, one tile, one tile and a key, very many; one row tile and many.
-    [(64, 1), (128, 80), (128, 128), (129, 129), (200, 3000), (1000, 513), (513, 1000)],
+    [
+        (64, 1),
+        (128, 80),
+        (128, 128),
+        (129, 129),
+        (200, 3000),
+        (1000, 513),
+        (513, 1000),
+        (520, 1),
+        (600, 64),
+        (600, 65),
+        (513, 192),
+    ],
 )
 def test_tiles(tokens, width, causal):
     tq, tk = tokens
@@ -98,6 +110,19 @@ def test_tiles(tokens, width, causal):
         dtype="bfloat16", causal=causal,
     )  # fmt: skip
     ATTENTION_PROPERTIES["matches_oracle"](attend(), case)
+
+
+@pytest.mark.parametrize(("width", "tokens"), [(128, 1100), (256, 4100)])
+def test_whole_tiles_under_a_diagonal(width, tokens):
+    """Long enough for whole tiles to go without a maximum; the oracle would take a minute."""
+    q, k, v = (normal(i, tokens, width, dtype=np.float16) for i in range(3))
+    results = [
+        cuflash.flash_attention(q, k, v, causal=True, return_lse=True, method=method)
+        for method in ("wgmma", "mma")
+    ]
+    for results_of_both in zip(*results, strict=True):
+        x, y = (result.astype(np.float32) for result in results_of_both)
+        assert bool((abs(x - y) <= 2e-3 * cupy.maximum(abs(y), 1)).all())
 
 
 @pytest.mark.parametrize(
@@ -172,44 +197,46 @@ GROWTHS = {
 }
 
 
-def growing(width, growth):
+def growing(width, rows, growth):
     """Return queries, and keys and values of that growth."""
     q, k, v = (
         np.random.default_rng(i).standard_normal((2, tokens, width)).astype(np.float16)
-        for i, tokens in enumerate((300, 2000, 2000))
+        for i, tokens in enumerate((rows, 2000, 2000))
     )
     return q, (k * GROWTHS[growth][:, None]).astype(np.float16), v
 
 
 @pytest.mark.parametrize("growth", GROWTHS)
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_scores_that_grow_towards_the_keys_that_come_last(width, growth):
+@pytest.mark.parametrize(("rows", "causal"), [(300, False), (600, False), (600, True)])
+def test_scores_that_grow_towards_the_keys_that_come_last(width, growth, rows, causal):
     """Tiles are walked from the last key on, without looking for a maximum: it must be found."""
-    q, k, v = growing(width, growth)
-    out, lse = attend()(q, k, v, return_lse=True)
-    assert_attention_close(out, lse, expect_attention(q, k, v))
+    q, k, v = growing(width, rows, growth)
+    out, lse = attend()(q, k, v, return_lse=True, causal=causal)
+    assert_attention_close(out, lse, expect_attention(q, k, v, causal=causal))
 
 
 @pytest.mark.parametrize("growth", GROWTHS)
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_rows_have_their_bits_whatever_the_scores_of_others(width, growth):
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_have_their_bits_whatever_the_scores_of_others(width, growth, causal):
     """Some rows' scores grow, those of others in their warps do not."""
-    q, k, v = growing(width, growth)
-    out, lse = attend()(q, k, v, return_lse=True)
-    rows = [0, 9, 100, 263, 299]
+    q, k, v = growing(width, 600, growth)
+    out, lse = attend()(q, k, v, return_lse=True, causal=causal)
+    rows = [0, 9, 100, 263, 299, 599]
     alone = np.zeros_like(q)
     alone[:, rows] = q[:, rows]
-    out_alone, lse_alone = attend()(alone, k, v, return_lse=True)
+    out_alone, lse_alone = attend()(alone, k, v, return_lse=True, causal=causal)
     assert (out_alone[:, rows] == out[:, rows]).all()
     assert (lse_alone[:, rows] == lse[:, rows]).all()
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("entries", [3, 6000])
-def test_values_that_no_row_sees(entries, width):
+@pytest.mark.parametrize(("entries", "rows"), [(3, 64), (3, 600), (6000, 64)])
+def test_values_that_no_row_sees(entries, rows, width):
     """All tiles are taken again, with the same bits, and a block cannot list so many of them."""
     q, k, v = (
-        normal(i, entries, tokens, width, dtype=np.float16) for i, tokens in enumerate((64, 8, 8))
+        normal(i, entries, tokens, width, dtype=np.float16) for i, tokens in enumerate((rows, 8, 8))
     )
     v[:, 7] = 0
     expected = cuflash.flash_attention(q, k, v, key_lengths=7, method="wgmma")
@@ -226,14 +253,15 @@ def test_values_that_no_row_sees(entries, width):
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_blocks_of_many_tiles_with_warpgroups_that_see_little(width, causal, damaged):
+@pytest.mark.parametrize("rows", [320, 700])
+def test_blocks_of_many_tiles_with_warpgroups_that_see_little(rows, width, causal, damaged):
     """Blocks go from tile to tile as if each were alone, also where rows end early.
 
-    The last tile of 320 rows leaves warpgroups without any, which let most keys pass, unless all
+    The last tile of rows leaves warpgroups without any, which let most keys pass, unless all
     meet because values are taken again.
     """
     q, k, v = (
-        normal(i, 3, tokens, width, dtype=np.float16) for i, tokens in enumerate((320, 900, 900))
+        normal(i, 3, tokens, width, dtype=np.float16) for i, tokens in enumerate((rows, 900, 900))
     )
     if damaged:
         v[:, 850:] = cupy.nan
@@ -245,8 +273,9 @@ def test_blocks_of_many_tiles_with_warpgroups_that_see_little(width, causal, dam
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_repeats_are_bit_equal(causal):
-    q, k, v = (normal(i, 40, 700, 128, dtype=np.float16) for i in range(3))
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_repeats_are_bit_equal(width, causal):
+    q, k, v = (normal(i, 40, 700, width, dtype=np.float16) for i in range(3))
     first, first_lse = cuflash.flash_attention(
         q, k, v, causal=causal, return_lse=True, method="wgmma"
     )
@@ -257,6 +286,49 @@ def test_repeats_are_bit_equal(causal):
         cuflash.flash_attention(q, k, v, causal=causal, out=out, lse=lse, method="wgmma")
         differ |= (out != first).any() | (lse != first_lse).any()
     assert not bool(differ)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window": (90, 40)}, {"key_lengths": 190}, {"key_lengths": (2,), "sinks": (2,)}],
+)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_bounds_of_long_rows(width, options):
+    case = AttentionCase(
+        q_batch=(2,), k_batch=(2,), v_batch=(2,), tq=600, tk=700, d=width, dv=width,
+        dtype="bfloat16", **options,
+    )  # fmt: skip
+    ATTENTION_PROPERTIES["matches_oracle"](attend(), case)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_views_have_the_bits_of_their_copies(width, causal):
+    """Tensor maps are over the caller's own strides: tokens first, or parts of one array."""
+    options = {"causal": causal, "method": "wgmma"}
+    by_token = normal(0, 2, 600, 3, 4, width, dtype=np.float16)
+    q, k, v = (by_token[:, :, i].swapaxes(1, 2) for i in range(3))
+    expected = cuflash.flash_attention(*map(cupy.ascontiguousarray, (q, k, v)), **options)
+    assert bool((cuflash.flash_attention(q, k, v, **options) == expected).all())
+    out = cupy.full((2, 600, 4, width), cupy.nan, np.float16)
+    cuflash.flash_attention(q, k, v, out=out.swapaxes(1, 2), **options)
+    assert bool((out.swapaxes(1, 2) == expected).all())
+
+    rows = normal(1, 2, 2 * 600 + 8, width + 8, dtype=np.float16)
+    q, k, v = rows[:, :1200:2, :width], rows[:1, 8::2, 8:], rows[0, :600, :width]
+    copies = map(cupy.ascontiguousarray, (q, k, v))
+    expected = cuflash.flash_attention(*copies, **options)
+    assert bool((cuflash.flash_attention(q, k, v, **options) == expected).all())
+
+
+@pytest.mark.parametrize("step", [0, 8])
+def test_rows_that_overlap(step):
+    """A row of all keys, and rows that begin within others."""
+    q, x = normal(0, 2, 200, 64, dtype=np.float16), normal(1, 2, 4096, dtype=np.float16)
+    k = cupy.lib.stride_tricks.as_strided(x, (2, 300, 64), (x.strides[0], 2 * step, 2))
+    copy = cupy.ascontiguousarray(k)
+    expected = cuflash.flash_attention(q, copy, copy, method="wgmma")
+    assert bool((cuflash.flash_attention(q, k, k, method="wgmma") == expected).all())
 
 
 def test_addresses_that_the_copy_engine_cannot_read():

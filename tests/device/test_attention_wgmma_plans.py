@@ -127,7 +127,8 @@ def test_a_diagonal_has_tiles_of_its_own():
         assert not tile(width, 512, window=(10, None)).turns
         assert tile(width, 512).turns
         assert tile(width, 256, causal=True) == tile(width, 256)
-    assert tile(128, 512, causal=True) == tile(128, 512)
+    assert not tile(128, 1023, causal=True).topless
+    assert tile(128, 1024, causal=True) == tile(128, 512) == tile(128, 1024)
     assert not tile(256, 4095, causal=True).topless
     assert tile(256, 4096, causal=True) == tile(256, 512) == tile(256, 4096)
 
