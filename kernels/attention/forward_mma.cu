@@ -24,6 +24,7 @@ namespace cuflash {
 struct alignas(16) OptionTiles {
     int inside_end;              // before it there are elements for all pairs
     int past_end, future_begin;  // before, no key comes after a row; from then on, none before one
+    int whole_end;               // before it tiles are copied whole
 
     // Positions and distances below this are exact as floats, and so are their sums with columns.
     static constexpr int64 kNear = 1 << 22;
@@ -32,7 +33,7 @@ struct alignas(16) OptionTiles {
     template <typename Score>
     static __device__ __forceinline__ OptionTiles of(const Score& score, int64 first_row, int rows,
                                                      int64 end_row, const TileRange& tiles,
-                                                     int keys, int64 all_keys) {
+                                                     int keys, int64 all_keys, int whole_end) {
         const int64 first = score.position(first_row), last = first + rows - 1;
         const bool inside =
             score.has_tiles() && first_row + rows <= end_row && max(llabs(first), all_keys) < kNear;
@@ -42,7 +43,7 @@ struct alignas(16) OptionTiles {
         // In a window distances may be as large as the scores that a row sees are small.
         const bool left = score.bounds.left >= kUnlimited, right = score.bounds.right >= kUnlimited;
         return {inside ? relative(all_keys / keys) : 0, left ? relative((first + 1) / keys) : 0,
-                right ? relative((last + keys - 1) / keys) : kNever};
+                right ? relative((last + keys - 1) / keys) : kNever, whole_end};
     }
 
     // Of keys and rows, as `change_pairs` has it.
@@ -74,33 +75,41 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     const int warp_row = threadIdx.x / 32 * Tile::kWarpRows;
     auto row_of = [&](int i) { return block.first_row + warp_row + 8 * i + lane / 4; };
     const int tiles = int(block.tiles.end - block.tiles.begin);
-    // What the loop seldom needs lies in shared memory: registers are few.
-    __shared__ WarpTiles tiles_of_warp[kThreads / 32];
-    __shared__ unsigned damaged_rows[kThreads];  // bit i: NaN or inf in columns of row i
-    WarpTiles& seen = tiles_of_warp[threadIdx.x / 32];
-    __shared__ OptionTiles options_of_warp[kThreads / 32];
-    OptionTiles& options = options_of_warp[threadIdx.x / 32];
-    if (lane == 0) {
-        const int64 first = block.first_row + warp_row;
-        seen = WarpTiles::of(block.score, first, Tile::kWarpRows, block.tiles, kKeys);
-        options = OptionTiles::of(block.score, first, Tile::kWarpRows, block.end_row, block.tiles,
-                                  kKeys, p.score.keys);
-    }
-    __syncwarp();
     // Tiles before this one are copied whole. What no row sees in the first of them is a key, and a
     // value that is not finite there is found in the end.
     const bool filled = has_aligned_rows(block.k) && has_aligned_rows(block.v) &&
                         p.features == kFeatures && p.values == kValues;
     const int whole_end = filled ? tiles - (block.any.last + 1 < block.tiles.end * kKeys) : 0;
+    // What the loop seldom needs lies in shared memory: registers are few.
+    __shared__ WarpTiles tiles_of_warp[kThreads / 32];
+    __shared__ OptionTiles options_of_warp[kThreads / 32];
+    __shared__ unsigned damaged_rows[kThreads];  // bit i: NaN or inf in columns of row i
+    WarpTiles& seen = tiles_of_warp[threadIdx.x / 32];
+    OptionTiles& options = options_of_warp[threadIdx.x / 32];
+    if (lane == 0) {
+        const int64 first = block.first_row + warp_row;
+        seen = WarpTiles::of(block.score, first, Tile::kWarpRows, block.tiles, kKeys);
+        options = OptionTiles::of(block.score, first, Tile::kWarpRows, block.end_row, block.tiles,
+                                  kKeys, p.score.keys, whole_end);
+    }
+    __syncwarp();
     const float unit = Score::kScales ? kLog2OfE : block.score.scale * kLog2OfE;
 
     // Where a lane's rows of 8 x 8 matrices begin.
     const unsigned keys_at = here(shared_address(keys));
     const unsigned values_at = keys_at + 2 * Tile::kKeyBytes;
-    const unsigned own_query =
-        here(shared_address(queries) + Features::at(warp_row + lane % 16, lane / 16));
-    const unsigned own_key = here(own_key_row<Tile>(keys_at));
-    const unsigned own_value = here(own_value_row<Tile>(values_at));
+    auto own_query_at = [&] {
+        const int thread = thread_here(), row = thread / 32 * Tile::kWarpRows + thread % 16;
+        return here(shared_address(queries) + Features::at(row, thread % 32 / 16));
+    };
+    const unsigned own_query = Tile::kQueriesHeld ? 0 : own_query_at();
+    // Those of keys and of values, in units of 16 bytes, share a register if options take many.
+    constexpr unsigned kHigh = 1 << 16;
+    const unsigned own_key_at = here(own_key_row<Tile>(keys_at));
+    const unsigned own_value_at = here(own_value_row<Tile>(values_at));
+    const unsigned own_rows = here(own_key_at / 16 + own_value_at / 16 * kHigh);
+    auto own_key = [&] { return Score::kSingle ? here(own_rows) % kHigh * 16 : own_key_at; };
+    auto own_value = [&] { return Score::kSingle ? here(own_rows) / kHigh * 16 : own_value_at; };
 
     RowCopies<kKeys, kFeatures, kThreads, T> key_copies(keys_at, block.k,
                                                         block.tiles.begin * kKeys);
@@ -109,7 +118,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     auto load_tile = [&](int tile) {
         const unsigned key_shift = (tile & 1) * Tile::kKeyBytes;
         const unsigned value_shift = (tile & 1) * Tile::kValueBytes;
-        if (__builtin_expect(tile < whole_end, 1)) {
+        // Where options are read, it comes with them.
+        if (__builtin_expect(tile < (Score::kSingle ? options.whole_end : whole_end), 1)) {
             key_copies.start(key_shift, p.k.row_stride);
             value_copies.start(value_shift, p.v.row_stride);
             return;
@@ -127,10 +137,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                                                     end, int(p.values));
         }
     };
-    auto load_query_step = [&](unsigned (&a)[kRowTiles][4], int step) {
+    auto load_query_step = [&](unsigned (&a)[kRowTiles][4], unsigned first, int step) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m)
-            load_matrices(a[m], Features::advance(own_query, step) + m * 16 * Features::kPitch);
+            load_matrices(a[m], Features::advance(first, step) + m * 16 * Features::kPitch);
     };
 
     unsigned held[Tile::kQueriesHeld ? Tile::kFeatureSteps : 1][kRowTiles][4];
@@ -201,30 +211,31 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             commit_copies();
             if constexpr (Tile::kQueriesHeld) {
                 if (tile == 0) {
+                    const unsigned first = own_query_at();
 #pragma unroll
                     for (int step = 0; step < Tile::kFeatureSteps; ++step)
-                        load_query_step(held[step], step);
+                        load_query_step(held[step], first, step);
                 }
             }
             if (!shown) continue;
 
             ScoreFragments<Tile> s = {};
-            add_scores<T, Tile>(s, own_key + (tile & 1) * Tile::kKeyBytes,
+            add_scores<T, Tile>(s, own_key() + (tile & 1) * Tile::kKeyBytes,
                                 [&](unsigned (&read)[kRowTiles][4], int step) -> const auto& {
                                     if constexpr (Tile::kQueriesHeld) return held[step];
-                                    load_query_step(read, step);
+                                    load_query_step(read, own_query, step);
                                     return read;
                                 });
             const int64 first_key = (block.tiles.begin + tile) * kKeys;
             float shift[kRows] = {};
             if constexpr (Score::kSingle) {
                 if (inside) {
-                    const int64 own_row = row_of(0), own_key = first_key + lane % 4 * 2;
+                    const int64 own_row = row_of(0), first_own_key = first_key + lane % 4 * 2;
                     FragmentPairs<Tile> pairs{s,
                                               shift,
                                               own_row,
-                                              own_key,
-                                              int(block.score.position(own_row) - own_key),
+                                              first_own_key,
+                                              int(block.score.position(own_row) - first_own_key),
                                               options.side(tile)};
                     block.score.change_tile(pairs);
                     hide_unseen<Tile>(s, first_key, whole, block.score, masked, mask, row_of);
@@ -234,7 +245,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                 change_scores<Tile, Score>(
                     s, first_key, whole, [&](int) -> const Score& { return block.score; }, row_of);
             weigh_scores<Tile>(s, state, out, unit, large, shift);
-            add_values<T, Tile>(out, s, own_value + (tile & 1) * Tile::kValueBytes);
+            add_values<T, Tile>(out, s, own_value() + (tile & 1) * Tile::kValueBytes);
         }
 
 #pragma unroll

@@ -216,7 +216,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         }
         __syncwarp();  // all lanes of a row read what its first one wrote
     };
-    unsigned damaged = 0;  // bit i: row i met a non-finite value in a column of this thread
+    // Bit i: row i met a non-finite value in a column of the thread. Registers are few.
+    __shared__ unsigned char damaged_rows[kThreads];
+    static_assert(kRows <= 8, "a bit for each");
 
     // A second turn only after non-finite values: see lib/nonfinite.cuh.
     for (int turn = 0; turn < 2; ++turn) {
@@ -299,6 +301,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         take_back(end_tile - 1, true);
 
         if (turn > 0) break;
+        unsigned damaged = 0;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             bool finite = true;
@@ -307,6 +310,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             const A l = state[i].normalizer();
             if (!finite && is_finite(l) && block.score.is_used(row_of(i))) damaged |= 1u << i;
         }
+        damaged_rows[thread_here()] = damaged;
         if (damaged) block.redo = 1;
         __syncthreads();
         if (!block.redo) break;
@@ -335,7 +339,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll 1
     for (int warp_own = 0; warp_own < Tile::kWarpRows; ++warp_own) {
         const int i = warp_own / kLaneRows;
-        const bool mine = warp_own % kLaneRows == lane.row && (damaged >> i & 1);
+        const bool mine =
+            warp_own % kLaneRows == lane.row && (damaged_rows[thread_here()] >> i & 1);
         const unsigned owners = __ballot_sync(kFullWarp, mine);
         if (!owners) continue;
         A m = 0;

@@ -64,8 +64,8 @@ struct RowPairs {
     }
 };
 
-// `change_tile` takes pairs of some rows with some keys for all of which options have elements, be
-// they in range or not, as an object of a type of the kernel's:
+// `change_tile`, which all lanes of a warp call, takes pairs of some rows with some keys for all of
+// which options have elements, be they in range or not, as an object of a type of the kernel's:
 //   kRows, kColumns        how many there are; rows are kRowStep apart, column j lies column(j)
 //                          after the first, next to column j + 1 if j is even
 //   first_row, first_key   those of pair (0, 0); `distance` is its distance
@@ -362,13 +362,16 @@ struct Bias : Transparent, Shift<A> {
         const B* row =
             static_cast<const B*>(data) + start + pairs.first_row * row_stride + pairs.first_key;
 #pragma unroll
-        for (int i = 0; i < Pairs::kRows; ++i, row += Pairs::kRowStep * row_stride)
+        for (int i = 0; i < Pairs::kRows; ++i, row += Pairs::kRowStep * row_stride) {
+            // Three rows at a time: all that are read before they are added take registers.
+            if (sizeof(B) == sizeof(A) && i > 0 && i % 3 == 0) __syncwarp();
 #pragma unroll
             for (int j = 0; j < Pairs::kColumns; j += 2) {
                 const auto two = *reinterpret_cast<const Neighbours<B>*>(row + Pairs::column(j));
                 pairs.at(i, j) = sum(pairs.at(i, j) * factor, two.first);
                 pairs.at(i, j + 1) = sum(pairs.at(i, j + 1) * factor, two.second);
             }
+        }
     }
     template <typename B, int kCount, typename ColumnOf>
     __device__ __forceinline__ void add_row(A (&s)[kCount], const RowPairs& pairs,

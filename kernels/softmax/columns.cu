@@ -73,6 +73,10 @@ __global__ void CUFLASH_CLUSTERS(kBlocks)
         if constexpr (kHeld > 0) {
             const int mine = columns_of_lane(columns, lane, lanes);
             Few held[kHeld];
+            // Weights that the compiler may compute side by side, between branches that skip
+            // columns past the end, whose weights are 0: 16 of float64 would not fit 64 registers.
+            constexpr int kAtOnce = sizeof(T) == 8 && kWeights && kHeld > 8 ? 4 : kHeld;
+            static_assert(kHeld % kAtOnce == 0, "a weight without a column");
             // Has the compiler compute again what would not fit the registers.
             auto forget_widened = [&] {
                 if constexpr (sizeof(T) < sizeof(A)) {
@@ -91,12 +95,18 @@ __global__ void CUFLASH_CLUSTERS(kBlocks)
             forget_widened();
 #pragma unroll
             for (int v = 0; v < kRows; ++v) {
-#pragma unroll
-                for (int i = 0; i < kHeld; ++i) {
+                auto weigh = [&](int i) {
                     const A weight = base[v].weight(widened(held[i], v));
                     if constexpr (kWeights) held[i].element[v] = weight;
                     if constexpr (sizeof(T) == 8 && !kWeights) held[i] = words_here(held[i]);
                     base[v].l = add(base[v].l, weight);
+                };
+#pragma unroll
+                for (int first = 0; first < kHeld; first += kAtOnce) {
+                    if (kAtOnce == kHeld || first < mine) {
+#pragma unroll
+                        for (int i = first; i < first + kAtOnce; ++i) weigh(i);
+                    }
                 }
                 state[v] = base[v];
             }

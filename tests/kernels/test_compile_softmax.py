@@ -60,10 +60,6 @@ COVERING = (
 )
 
 
-#: Once a tile, in columns of float64, which two blocks of 64 registers take from 0.67 to 0.84.
-MOST_SPILLED = 24
-
-
 def programs():
     """Yield (source, dtype, architecture, expressions): what is compiled together."""
     everything = bool(os.environ.get("CUFLASH_COMPILE_ALL"))
@@ -100,8 +96,7 @@ def reports():
 def test_compiles_and_keeps_its_registers(program, reports):
     for expression, report in reports[program].result().items():
         spilled = max(report.spill_stores, report.spill_loads, report.stack)
-        spills = MOST_SPILLED if "columns<double, cuflash::Softmax<" in expression else 0
-        assert spilled <= spills, f"{expression}: {report}"
+        assert spilled == 0, f"{expression}: {report}"
         # A block of 512 threads must find room, or one of 8 warps with 32 chunks a lane.
         most = 255 if ", 32, 8, " in expression else 128
         assert report.registers <= most, f"{expression}: {report}"
