@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import product
 
 from ..problem import AttentionProblem
 from .compiler import KernelName
 from .executor import DeviceLimits
+from .tile_tables import TileChoice, TileTable
 
 #: Compute capabilities whose tensor cores multiply float64 faster than vector units do, twice as
 #: fast. Others have few float64 units, or tensor cores that are no faster.
@@ -72,38 +73,26 @@ class DmmaTile:
         return 8 * (queries + 2 * self.keys * (self.features + self.values) + aside)
 
 
-class DmmaChoice(NamedTuple):
-    """A row of the table: the most features and value columns that take the tile.
-
-    Columns past the tile's are further blocks, which compute the same scores.
-    """
-
-    features: int
-    values: float
-    tile: DmmaTile
-    reason: str
-
-
-#: The first row that fits a problem, and a block's shared memory, is taken.
+#: Columns of v past the tile's are further blocks, which compute the same scores.
 DMMA_TILES = (
-    DmmaChoice(
+    TileChoice(
         32, 32, DmmaTile(4, 32, 32, 32, True, 2),
         "queries and sums take 32 registers each",
     ),
-    DmmaChoice(
+    TileChoice(
         64, 64, DmmaTile(4, 32, 64, 64, False, 2),
         "queries in registers would leave too few to read ahead; two blocks, so that one "
         "multiplies while the other weighs",
     ),
-    DmmaChoice(
+    TileChoice(
         128, math.inf, DmmaTile(8, 16, 128, 128, False, 1),
         "sums take 128 registers; 16 keys leave room for 128 queries in shared memory",
     ),
-    DmmaChoice(
+    TileChoice(
         128, math.inf, DmmaTile(4, 16, 128, 128, False, 1),
         "as above, in the 163 KB of a block of sm_80",
     ),
-    DmmaChoice(
+    TileChoice(
         256, math.inf, DmmaTile(4, 16, 256, 128, False, 1),
         "64 queries and two tiles of keys and values fill shared memory; sums of more columns of v "
         "would not fit in registers",
@@ -111,32 +100,19 @@ DMMA_TILES = (
 )  # fmt: skip
 #: Shared memory of a block that is not dynamic: `BlockWork` and what else all its threads know.
 _STATIC_SHARED = 1536
-
-
-def _fitting(problem: AttentionProblem, limits: DeviceLimits) -> Iterator[DmmaTile]:
-    """Yield the tiles of the table that fit the problem and the device."""
-    for choice in DMMA_TILES:
-        needed = choice.tile.shared_bytes + _STATIC_SHARED
-        if (
-            problem.d <= choice.features
-            and problem.dv <= choice.values
-            and needed <= limits.shared_per_block
-        ):
-            yield choice.tile
+_TABLE = TileTable(DMMA_TILES, lambda tile: tile.shared_bytes + _STATIC_SHARED)
 
 
 def dmma_obstacle(problem: AttentionProblem, limits: DeviceLimits) -> str | None:
     """Return why float64 tensor cores cannot run this problem on a device; None if they can."""
     if limits.compute_capability not in DMMA_CAPABILITIES:
         return "needs tensor cores that multiply float64 faster than simt (sm_80, sm_90)"
-    if not any(_fitting(problem, limits)):
-        return f"has no tile of {problem.d} features in float64 for this shared memory"
-    return None
+    return _TABLE.obstacle(problem, limits)
 
 
 def dmma_tile(problem: AttentionProblem, limits: DeviceLimits) -> DmmaTile:
     """Return the first tile of the table that fits the problem and the device."""
-    return next(_fitting(problem, limits))
+    return _TABLE.tile_of(problem, limits)
 
 
 def forward_dmma(score: str, tile: DmmaTile) -> KernelName:
@@ -149,6 +125,5 @@ def forward_dmma(score: str, tile: DmmaTile) -> KernelName:
 
 def dmma_kernels() -> Iterator[KernelName]:
     """Yield every kernel that a plan for q, k, v in float64 can launch."""
-    for choice in DMMA_TILES:
-        for score in SCORES:
-            yield forward_dmma(score, choice.tile)
+    for tile, score in product(_TABLE.tiles(), SCORES):
+        yield forward_dmma(score, tile)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import product
 
 from ..problem import AttentionProblem
 from .compiler import KernelName
 from .executor import DeviceLimits
+from .tile_tables import TileChoice, TileTable
 
 #: Compute capabilities whose tensor cores multiply TF32 more than three times as fast as vector
 #: units multiply float32: there three products for one are faster. On others (sm_86, 89, 120) they
@@ -74,52 +75,27 @@ class Tf32Tile:
         return 4 * (self.queries * self.features + 2 * self.keys * (self.features + self.values))
 
 
-class Tf32Choice(NamedTuple):
-    """A row of the table: the most features and value columns that take the tile.
-
-    Columns past the tile's are further blocks, which compute the same scores.
-    """
-
-    features: int
-    values: float
-    tile: Tf32Tile
-    reason: str
-
-
-#: The first row that fits a problem, and whose blocks a multiprocessor has room for, is taken.
+#: Columns of v past the tile's are further blocks, which compute the same scores.
 TF32_TILES = (
-    Tf32Choice(
+    TileChoice(
         64, 64, Tf32Tile(2, 4, 32, 64, 64, 2),
         "32 rows a warp: the parts of keys and values serve two products",
     ),
-    Tf32Choice(
+    TileChoice(
         128, math.inf, Tf32Tile(1, 8, 32, 128, 128, 1),
         "sums of 128 columns leave registers for 16 rows a warp",
     ),
 )  # fmt: skip
 #: Shared memory of a block that is not dynamic: `BlockWork` and what else all its threads know.
 _STATIC_SHARED = 6144
-
-
-def _fitting(problem: AttentionProblem, limits: DeviceLimits) -> Iterator[Tf32Tile]:
-    """Yield the tiles of the table that fit the problem and the device."""
-    for choice in TF32_TILES:
-        needed = choice.tile.shared_bytes + _STATIC_SHARED
-        if (
-            problem.d <= choice.features
-            and problem.dv <= choice.values
-            and needed <= limits.shared_per_block
-        ):
-            yield choice.tile
+_TABLE = TileTable(TF32_TILES, lambda tile: tile.shared_bytes + _STATIC_SHARED)
 
 
 def tf32_obstacle(problem: AttentionProblem, limits: DeviceLimits) -> str | None:
     """Return why TF32 tensor cores cannot run this problem on a device; None if they can."""
     if int(limits.compute_capability) < 80:
         return "needs compute capability 8.0 for float32"
-    if not any(_fitting(problem, limits)):
-        return f"has no tile of {problem.d} features in float32 for this shared memory"
-    return None
+    return _TABLE.obstacle(problem, limits)
 
 
 def is_tf32_faster(limits: DeviceLimits) -> bool:
@@ -129,7 +105,7 @@ def is_tf32_faster(limits: DeviceLimits) -> bool:
 
 def tf32_tile(problem: AttentionProblem, limits: DeviceLimits) -> Tf32Tile:
     """Return the first tile of the table that fits the problem and the device."""
-    return next(_fitting(problem, limits))
+    return _TABLE.tile_of(problem, limits)
 
 
 def forward_tf32(score: str, tile: Tf32Tile) -> KernelName:
@@ -142,6 +118,5 @@ def forward_tf32(score: str, tile: Tf32Tile) -> KernelName:
 
 def tf32_kernels() -> Iterator[KernelName]:
     """Yield every kernel that a plan for q, k, v in float32 can launch on tensor cores."""
-    for choice in TF32_TILES:
-        for score in SCORES:
-            yield forward_tf32(score, choice.tile)
+    for tile, score in product(_TABLE.tiles(), SCORES):
+        yield forward_tf32(score, tile)

@@ -8,20 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..problem import ArraySpec, AttentionProblem, accumulator, c_strides
 from ..problem_vjp import AttentionVjpProblem
 from .attention_plans import SCORES, score_pipeline
-from .attention_vjp_plans_dmma import (
-    dmma_keys,
-    dmma_queries,
-    dmma_rows,
-    dmma_vjp_kernels,
-    dmma_vjp_obstacle,
-)
+from .attention_plans_tf32 import is_tf32_faster
+from .attention_vjp_plans_dmma import DMMA_VJP, dmma_vjp_obstacle
 from .attention_vjp_plans_mma import (
     mma_bias,
     mma_keys,
@@ -30,6 +25,8 @@ from .attention_vjp_plans_mma import (
     mma_vjp_kernels,
     mma_vjp_obstacle,
 )
+from .attention_vjp_plans_pairs import PairsFamily
+from .attention_vjp_plans_tf32 import TF32_VJP, tf32_vjp_obstacle
 from .attention_vjp_plans_wgmma import (
     WgmmaStage,
     wgmma_vjp_kernels,
@@ -191,7 +188,8 @@ def attention_vjp_kernels(
         for name, score in product(("backward_keys", "backward_queries"), SCORES):
             yield _backward_simt(name, dtype, score, tile)
         yield _backward_simt("backward_bias", dtype, "FullScore", tile)
-    yield from dmma_vjp_kernels(limits) if dtype == np.float64 else mma_vjp_kernels(dtype, limits)
+    pairs = PAIRS.get(dtype.name)
+    yield from mma_vjp_kernels(dtype, limits) if pairs is None else pairs.kernels(limits)
     yield _backward_rows("row_deltas", acc)
     yield _backward_rows("sink_gradients", acc)
     yield from wgmma_vjp_kernels(dtype)
@@ -199,17 +197,21 @@ def attention_vjp_kernels(
 
 # ---------------------------------------------------------------------------------------- families
 
+#: What the dtypes of more than 16 bits have on tensor cores.
+PAIRS: dict[str, PairsFamily[Any]] = {"float64": DMMA_VJP, "float32": TF32_VJP}
+
 
 def attention_vjp_obstacles(
     problem: AttentionVjpProblem, limits: DeviceLimits
 ) -> dict[str, str | None]:
     """Return why each kernel family cannot run a problem, None if it can, the fastest first."""
-    by_mma = dmma_vjp_obstacle if problem.forward.dtype == np.float64 else mma_vjp_obstacle
-    return {
-        "wgmma": wgmma_vjp_obstacle(problem, limits),
-        "mma": by_mma(problem.forward, limits),
-        "simt": None,
-    }
+    forward = problem.forward
+    of_dtype = {"float64": dmma_vjp_obstacle, "float32": tf32_vjp_obstacle}
+    obstacle = of_dtype.get(forward.dtype.name, mma_vjp_obstacle)(forward, limits)
+    families: dict[str, str | None] = {"mma": obstacle, "simt": None}
+    if forward.dtype == np.float32 and not is_tf32_faster(limits):
+        families = dict(reversed(families.items()))
+    return {"wgmma": wgmma_vjp_obstacle(problem, limits), **families}
 
 
 def attention_vjp_methods(problem: AttentionVjpProblem, limits: DeviceLimits) -> tuple[str, ...]:
@@ -249,12 +251,12 @@ def _sweeps(
         by_key = [("dk",), ("dv",)]
     of_queries = asked("dq")
     score = score_pipeline(forward)
-    is_double = forward.dtype == np.float64
-    keys, queries = (dmma_keys, dmma_queries) if is_double else (mma_keys, mma_queries)
+    pairs = PAIRS.get(forward.dtype.name)
+    keys, queries = (pairs.keys, pairs.queries) if pairs else (mma_keys, mma_queries)
     if specs["dq_sums"] is not None:
         clears, ends = (
-            (dmma_rows(forward, clears=True), dmma_rows(forward, clears=False))
-            if is_double
+            (pairs.rows(forward, clears=True), pairs.rows(forward, clears=False))
+            if pairs
             else (mma_rows("backward_mma_clear", forward), mma_rows("backward_mma_round", forward))
         )
         yield "dq_sums", (), clears
@@ -271,8 +273,8 @@ def _sweeps(
             yield gradients[0], gradients, sweep
     bias = specs["dbias"]
     if bias is not None:
-        # Of float64 there is no kernel on tensor cores: it has few products, and many stores.
-        by_mma = method == "mma" and not is_double
+        # Of pairs of warps there is no kernel for it: it has few products, and many stores.
+        by_mma = method == "mma" and pairs is None
         sweep = mma_bias(forward, bias, limits) if by_mma else _simt_bias(forward, bias, limits)
         yield "dbias", ("dbias",), sweep
 

@@ -4,8 +4,7 @@
 //   backward_dmma, of keys     dk = scale (dS o g)^T q and dv = P^T dout, g the slope of the score;
 //                              with kAddsQueries also the sums of dq, by atomic additions
 //   backward_dmma, of queries  dq = scale (dS o g) k, where it is to have the same bits in every
-//   run backward_dmma_sums         the sums of dq before the additions, 0, and after: dq = scale
-//   sums
+//                              run
 //
 // FlashAttention-2 (Dao 2023, algorithm 2). A block owns rows of k and v, or of q and dout, and
 // meets tiles of the others, one ahead of the products in the background. Two warps share 16 or 32
@@ -19,7 +18,7 @@
 //
 // Dynamic shared memory of backward_dmma: the block's own rows of both operands (2 x kOwn x
 // kWidth); two stages of those it meets (2 x kMet x kWidth each); what warps hand over (kOwn x
-// kMet; of queries, or to add to dq, twice). The others have none.
+// kMet; of queries, or to add to dq, twice).
 #include "attention/backward_dmma.cuh"
 #include "attention/nonfinite_gradients.cuh"
 
@@ -306,26 +305,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll 1
         for (int64 row = block.first + warp; row < block.end; row += kThreads / 32)
             if (damaged[row - block.first]) put_back<kOfKeys>(p, block, row);
-    }
-}
-
-// Sums of dq of a tile of rows: 0, where atomic additions begin; or, in the end, dq: scale times
-// them.
-template <bool kClears>
-__global__ void __launch_bounds__(128) backward_dmma_sums(const __grid_constant__ VjpParameters p) {
-    constexpr int kRows = 32;
-    __shared__ VjpWork<double, RangedScore<double>> block;
-    if (!block.template begin<false>(p, kRows)) return;
-    const Matrix<double> sums = Matrix<double>::of(p.dq_sums, p.batch, block.index);
-    const Matrix<double> to = Matrix<double>::of(p.dq, p.batch, block.index);
-    const int columns = int(kClears ? sums.row_stride : p.features);
-    const int rows = int(block.end - block.first);
-    for (int i = threadIdx.x; i < rows * columns; i += blockDim.x) {
-        const int64 row = block.first + i / columns;
-        if (kClears)
-            sums.at(row, i % columns) = 0;
-        else
-            to.at(row, i % columns) = sums.at(row, i % columns) * block.score.scale;
     }
 }
 

@@ -1,38 +1,26 @@
-// What the gradients of attention on float64 tensor cores are made of: tiles, pairs, products.
+// What the gradients of attention on float64 tensor cores are made of: tiles, products, results.
 #pragma once
 
-#include "attention/backward.cuh"
+#include "attention/backward_pairs.cuh"
 #include "attention/dmma_tile.cuh"
 #include "lib/numeric.cuh"
 #include "lib/ptx_mma.cuh"
 
 namespace cuflash {
 
-// Rows that are read along the features, as FeatureRows, and down the columns, as ValueRows.
-template <int kColumns_>
-struct CrossedRows {
-    static constexpr int kColumns = kColumns_, kChunks = kColumns / 2, kPitch = 8 * kColumns;
-
-    static __device__ __forceinline__ constexpr int swap(int row) {
-        return row / 2 % 4 * 32 ^ row % 2 * 64;
-    }
-    static __device__ __forceinline__ int at(int row, int chunk) {
-        return row * kPitch + (chunk * 16 ^ swap(row));
-    }
-};
-
 // Pairs of warps in a block, tiles of 16 rows of a pair, rows that a block meets at a time, what D
 // and Dv are padded to, blocks that a multiprocessor should hold.
 // `device/attention_vjp_plans_dmma.py` says which tiles there are, and why.
 template <int kPairs_, int kRowTiles_, int kMet_, int kWidth_, int kBlocks_>
 struct DmmaVjpTile {
+    using Element = double;
     static constexpr int kPairs = kPairs_, kRowTiles = kRowTiles_, kMet = kMet_, kWidth = kWidth_;
     static constexpr int kBlocks = kBlocks_, kThreads = 64 * kPairs;
     static constexpr int kWarpRows = 16 * kRowTiles, kOwn = kWarpRows * kPairs;
     static constexpr int kMetTiles = kMet / 8;  // 8 met rows each
     static constexpr int kGroup = 128 / kMet;   // tiles of queries that are looked up at a time
     static constexpr int kFeatureSteps = kWidth / 16, kMetSteps = kMet / 16;
-    using Rows = CrossedRows<kWidth>;
+    using Rows = CrossedRows<double, kWidth>;
     static constexpr int kOwnBytes = kOwn * Rows::kPitch, kMetBytes = kMet * Rows::kPitch;
     static constexpr int kHandedBytes = 8 * kOwn * kMet;
 
@@ -47,138 +35,6 @@ struct DmmaVjpTile {
     static_assert(kThreads >= 128, "four parts of a block's work are set up side by side");
     static_assert(kThreads >= kOwn && kMet <= 128, "a thread for each query");
 };
-
-// A thread's pairs: own rows g and g + 8 of each 16, columns 2t and 2t + 1 of each 8 met rows.
-template <typename Tile>
-using PairFragments = double[Tile::kRowTiles][Tile::kMetTiles][4];
-template <typename Tile, int kTiles>
-using SumFragments = double[Tile::kRowTiles][kTiles][4];
-
-// ------------------------------------------------------------------------------------------ loads
-
-// Starts to copy rows `first`.. of a matrix into a tile, `count` of them: the others, and columns
-// from `columns` on, become 0.
-template <typename Layout, int kRows, int kThreads>
-__device__ __forceinline__ void start_doubles(unsigned char* tile,
-                                              const Matrix<const double>& matrix, int64 first,
-                                              int64 count, int columns) {
-    const int end = int(clamp(count, 0, kRows));
-    if (!has_aligned_rows(matrix))
-        return copy_to_chunks<Layout, kRows, kThreads>(tile, matrix, first, 0, end, columns);
-    const DoubleCopies<Layout, kRows, kThreads> copies(tile, matrix, first);
-    if (end == kRows && columns == Layout::kColumns)
-        copies.start(0, matrix.row_stride);
-    else
-        copies.start_part(0, matrix.row_stride, 0, end, columns);
-}
-
-// The same of rows of k and v, or of q and dout, into tiles one after the other.
-template <bool kKeys, typename Tile, int kRows, typename Score>
-__device__ __forceinline__ void start_operands(unsigned char* tiles, const VjpParameters& p,
-                                               const VjpWork<double, Score>& block, int64 first) {
-    using Rows = typename Tile::Rows;
-    const EntryBounds& bounds = block.score.bounds;
-    const int64 count = (kKeys ? bounds.keys : bounds.queries) - first;
-    start_doubles<Rows, kRows, Tile::kThreads>(tiles, kKeys ? block.k : block.q, first, count,
-                                               int(p.features));
-    start_doubles<Rows, kRows, Tile::kThreads>(
-        tiles + kRows * Rows::kPitch, kKeys ? block.v : block.dout, first, count, int(p.values));
-}
-
-// ------------------------------------------------------------------------------------------ pairs
-
-constexpr double kDoubleLog2OfE = 1.4426950408889634;
-
-// What is known of a query, its lse in base 2, keys counted from `first_key`. A row that is not
-// used, or has no weight, sees none of them.
-template <typename Score>
-__device__ __forceinline__ QueryState<double> state_of(const VjpWork<double, Score>& block,
-                                                       int64 row, int64 first_key) {
-    constexpr int kMost = 0x7fffffff;
-    QueryState<double> x{0, 0, 0, 0};
-    const double lse = block.score.is_used(row) ? block.lse.at(row) : -infinity<double>();
-    // Of scores that are all -inf, none has a gradient.
-    if (lse == -infinity<double>()) return x;
-    // What has a score of +inf has none that is a number.
-    x.lse = lse == infinity<double>() ? not_a_number<double>() : lse * kDoubleLog2OfE;
-    x.delta = block.delta.at(row);
-    const KeyRange seen = block.score.range(row);
-    x.low = int(clamp(seen.first - first_key, 0, kMost));
-    x.high = int(clamp(seen.last + 1 - first_key, x.low, kMost));
-    return x;
-}
-
-// Whether none of `count` queries sees one of the keys from `key` on, `keys` of them: for a warp.
-__device__ __forceinline__ bool see_nothing(const QueryState<double>* queries, int count, int key,
-                                            int keys) {
-    bool none = true;
-    for (int i = threadIdx.x % 32; i < count; i += 32)
-        none &= queries[i].high <= key || queries[i].low >= key + keys;
-    return __all_sync(kFullWarp, none);
-}
-
-// Calls visit(query, n, place_of) for each query of a thread's pairs, the n-th of its own: pair i
-// of the query, with the thread's i-th key, is place_of(i)(fragments).
-template <bool kOfKeys, typename Tile, typename Visit>
-__device__ __forceinline__ void visit_queries(Visit visit) {
-    constexpr int kOwnRows = 2 * Tile::kRowTiles, kMetRows = 2 * Tile::kMetTiles;
-#pragma unroll
-    for (int n = 0; n < (kOfKeys ? kMetRows : kOwnRows); ++n)
-        visit(n, [n](PairFragments<Tile>& x, int i) -> double& {
-            const int row = kOfKeys ? i : n, column = kOfKeys ? n : i;
-            return x[row / 2][column / 2][row % 2 * 2 + column % 2];
-        });
-}
-
-// The number among own rows, or met ones, of the thread's i-th.
-__device__ __forceinline__ constexpr int own_row(int i) {
-    return 8 * i;
-}
-__device__ __forceinline__ constexpr int met_row(int i) {
-    return i / 2 * 8 + i % 2;
-}
-
-// Turns a thread's dot products q.k into P, and leaves P times the slope of the score in `handed`.
-// Unseen pairs get kUnseen. `states` are those of the thread's first query, `own_key` its first
-// key, both counted as the bounds of the states are; `first_row` and `first_key` are their numbers.
-template <bool kOfKeys, typename Tile, typename Score>
-__device__ __forceinline__ void weigh_dots(PairFragments<Tile>& dots, PairFragments<Tile>& handed,
-                                           const Score& score, const QueryState<double>* states,
-                                           int own_key, int64 first_row, int64 first_key) {
-    constexpr int kKeys = 2 * (kOfKeys ? Tile::kRowTiles : Tile::kMetTiles);
-    const double unit = (Score::kPerPair ? 1 : score.scale) * kDoubleLog2OfE;
-    auto column_of = [](int i) { return kOfKeys ? own_row(i) : met_row(i); };
-    visit_queries<kOfKeys, Tile>([&](int n, auto place_of) {
-        const int query = kOfKeys ? met_row(n) : own_row(n);
-        const QueryState<double> state = states[query];
-        const int low = state.low - own_key, count = state.high - state.low;
-        double s[kKeys], slope[kKeys];
-        unsigned hidden = 0;
-#pragma unroll
-        for (int i = 0; i < kKeys; ++i) {
-            s[i] = place_of(dots, i);
-            slope[i] = 1;
-        }
-        if constexpr (Score::kPerPair)
-            hidden = score.change_row_with_slope(
-                s, slope, RowPairs{first_row + query, first_key, low, count}, column_of);
-#pragma unroll
-        for (int i = 0; i < kKeys; ++i) {
-            const double weight = quick_exp2(multiply_add(s[i], unit, -state.lse));
-            const bool seen = unsigned(column_of(i) - low) < unsigned(count) && !(hidden >> i & 1);
-            place_of(dots, i) = seen ? weight : kUnseen<double>;
-            const double bent = Score::kPerPair ? multiply_add(weight, slope[i], 0.0) : weight;
-            place_of(handed, i) = seen ? bent : kUnseen<double>;
-        }
-    });
-}
-
-// dS times the slope, of P times the slope and dP less delta. NaN of an unseen pair is none.
-__device__ __forceinline__ double slope_of(double weight, double flow) {
-    const bool unseen = __double2hiint(weight) == int(0x80000000) && __double2loint(weight) == 0;
-    // A product that is -0 becomes +0: that of a seen pair is never kUnseen.
-    return unseen ? kUnseen<double> : multiply_add(weight, flow, 0.0);
-}
 
 // A thread's place among what its pair of warps hands over, by two neighbours.
 template <typename Tile, typename Change>

@@ -1,10 +1,11 @@
 // Attention's gradients row by row: what the kernels over pairs read, and the gradient of sinks.
 //
 //   row_deltas       delta = sum(dout * out) - dlse of every row, 0 where a row has no gradient
+//   query_sums       sums of dq before atomic additions, 0, and after them: dq = scale sums
 //   sink_gradients   dsinks = -exp(sink - lse) * delta, summed over the rows and entries of a sink
 //
-// Grid: row_deltas a block for each tile of rows and batch entry;
-// sink_gradients a block for each sink. No dynamic shared memory.
+// Grid: row_deltas and query_sums a block for each tile of rows and batch entry; sink_gradients a
+// block for each sink. No dynamic shared memory.
 #include "attention/backward.cuh"
 
 namespace cuflash {
@@ -71,6 +72,26 @@ __global__ void __launch_bounds__(128) row_deltas(const __grid_constant__ VjpPar
         if (lane > 0 || !inside) continue;
         if (lse != -infinity<A>() && p.dlse.data) sum -= dlse.at(row);
         block.delta.at(row) = sum;
+    }
+}
+
+// Sums of dq of a tile of rows: 0, where atomic additions begin; or, in the end, dq: scale times
+// them.
+template <typename A, bool kClears>
+__global__ void __launch_bounds__(128) query_sums(const __grid_constant__ VjpParameters p) {
+    constexpr int kRows = 32;
+    __shared__ VjpWork<A, RangedScore<A>> block;
+    if (!block.template begin<false>(p, kRows)) return;
+    const Matrix<A> sums = Matrix<A>::of(p.dq_sums, p.batch, block.index);
+    const Matrix<A> to = Matrix<A>::of(p.dq, p.batch, block.index);
+    const int columns = int(kClears ? sums.row_stride : p.features);
+    const int rows = int(block.end - block.first);
+    for (int i = threadIdx.x; i < rows * columns; i += blockDim.x) {
+        const int64 row = block.first + i / columns;
+        if (kClears)
+            sums.at(row, i % columns) = 0;
+        else
+            to.at(row, i % columns) = sums.at(row, i % columns) * block.score.scale;
     }
 }
 

@@ -68,6 +68,16 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
+// ------------------------------------------------------------------------------ where a warp runs
+
+// The warp's number on its multiprocessor, whose quarters take turns. It is good for sharing work
+// out, not for what a result may depend on.
+__device__ __forceinline__ unsigned hardware_warp() {
+    unsigned warp;
+    asm volatile("mov.u32 %0, %%warpid;" : "=r"(warp));
+    return warp;
+}
+
 // ----------------------------------------------------------------------------- matrices (ldmatrix)
 
 // Four 8x8 matrices of 16-bit elements. Lanes 8i..8i + 7 give the addresses of the rows of matrix
@@ -197,6 +207,18 @@ __device__ __forceinline__ void add_pair(float* to, float first, float second) {
 #endif
 }
 
+// The same of four neighbours, at a multiple of 16 bytes.
+__device__ __forceinline__ void add_chunk(float* to, const Vector<float>& x) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),
+                 "f"(x.element[0]), "f"(x.element[1]), "f"(x.element[2]), "f"(x.element[3])
+                 : "memory");
+#else
+#pragma unroll
+    for (int n = 0; n < 4; ++n) atomicAdd(to + n, x.element[n]);
+#endif
+}
+
 // --------------------------------------------------------------------------------------- exp2,
 // pack
 
@@ -205,6 +227,12 @@ __device__ __forceinline__ float exp2_approximate(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// The smaller of two numbers; NaN if one is.
+__device__ __forceinline__ float minimum_or_nan(float x, float y) {
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
+    return x;
 }
 
 // 1 / x to 1 unit in the last place.

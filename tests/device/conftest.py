@@ -22,6 +22,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 _CAPABLE = {
     "attention/backward_dmma.cu": lambda capability: capability >= 80,
     "attention/backward_mma.cu": lambda capability: capability >= 80,
+    "attention/backward_tf32.cu": lambda capability: capability >= 80,
     "attention/decode_mma.cu": lambda capability: capability >= 80,
     "attention/forward_dmma.cu": lambda capability: capability >= 80,
     "attention/forward_mma.cu": lambda capability: capability >= 80,

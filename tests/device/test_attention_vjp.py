@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 import cuflash
+from cuflash.problem import BFLOAT16
 from cuflash.problem_vjp import AttentionGrads
 from cuflash.testing.bounds import UNIT_ROUNDOFF, assert_gradients_close, expect_gradients
 from cuflash.testing.gradient_cases import GRADIENT_CASES
@@ -112,8 +113,8 @@ def summed(x, shape):
 @pytest.mark.parametrize(
     ("dtype", "method"),
     [(name, "auto") for name in ("float64", "float32", "float16", "bfloat16")]
-    # Where float64 has tensor cores, what they do not take is left to the plain kernels.
-    + [("float64", "simt")],
+    # Where there are tensor cores, what they do not take is left to the plain kernels.
+    + [("float64", "simt"), ("float32", "simt")],
 )
 @pytest.mark.parametrize(
     ("tokens", "features", "options"),
@@ -223,14 +224,17 @@ def test_offsets_past_2_to_the_31():
     ("dtype", "method"),
     [
         (np.float64, "simt"),
+        (np.float64, "mma"),
         (np.float32, "simt"),
+        (np.float32, "mma"),
         (np.float16, "simt"),
         (np.float16, "mma"),
         (np.float16, "auto"),
+        (BFLOAT16, "auto"),
     ],
 )
 def test_memory_is_linear_in_the_number_of_tokens(dtype, method):
-    """Their results, and a number for each row; of 16 bits a few, and the sums of dq."""
+    """Their results, a number for each row, of 16 bits a few, and the sums of dq."""
     for tokens in (1024, 16384):
         q, k, v, dout = (normal(seed, 2, tokens, 64, dtype=dtype) for seed in range(4))
         options = {"window": (500, 0), "method": method}
@@ -240,7 +244,8 @@ def test_memory_is_linear_in_the_number_of_tokens(dtype, method):
             grads = cuflash.flash_attention_vjp(dout, q, k, v, out, lse, **options)
         assert peak.largest < 2 * tokens**2  # not a byte for each score
         workspace = cuflash.workspace_size(q, k, v, backward=True, **options)
-        most = 4 * q.size + 5 * lse.nbytes if q.dtype == np.float16 else lse.nbytes
+        sums = lse.itemsize * q.size if method != "simt" or q.itemsize == 2 else 0
+        most = sums + (5 if q.itemsize == 2 else 1) * lse.nbytes
         assert workspace <= most + 32
         results = [rounded(x.nbytes) for x in (out, lse, *grads[:3])]
         assert peak.peak == sum(results) + rounded(workspace)

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import settings
 
 import cuflash
-from cuflash.device import attention_vjp_plans, attention_vjp_plans_dmma
+from cuflash.device import attention_vjp_plans
 from cuflash.device.attention_vjp_plans_dmma import (
-    DMMA_VJP_SCORES,
+    DMMA_VJP,
     DMMA_VJP_TILES,
     DmmaVjpTile,
     dmma_vjp_obstacle,
 )
+from cuflash.device.attention_vjp_plans_pairs import PAIRS_SCORES
 from cuflash.problem_vjp import AttentionGrads
 from cuflash.testing.bounds import assert_gradients_close, expect_gradients
 from cuflash.testing.gradients import GRADIENT_PROPERTIES
@@ -74,11 +75,12 @@ def executor(monkeypatch):
 
 @pytest.fixture
 def take(monkeypatch):
-    """Return a function that lets every plan take a tile, until the test ends."""
+    """Return a function that lets every plan take a row of the table, until the test ends."""
     cache = attention_vjp_plans.plan_attention_vjp
 
-    def taken(tile):
-        monkeypatch.setattr(attention_vjp_plans_dmma, "_tile", lambda *problem: tile)
+    def taken(choice):
+        family = replace(DMMA_VJP, table=replace(DMMA_VJP.table, choices=(choice,)))
+        monkeypatch.setitem(attention_vjp_plans.PAIRS, "float64", family)
         cache.cache_clear()
 
     yield taken
@@ -88,14 +90,14 @@ def take(monkeypatch):
 # ------------------------------------------------------------------------------------------- tiles
 
 
-@pytest.mark.parametrize("score", DMMA_VJP_SCORES)
+@pytest.mark.parametrize("score", PAIRS_SCORES)
 @pytest.mark.parametrize("choice", DMMA_VJP_TILES, ids=lambda x: x.tile.expression[9:])
 def test_tile(choice, score, executor, take):
     """With columns to fill up, rows that differ in what they see, and NaN where no row looks."""
-    take(choice.tile)
+    take(choice)
     # Rows that are copied by words, and by elements.
     fewer = {"RangedScore": 2, "FullScore": 3}[score]
-    q, k, v, dout = operands(choice.width - fewer, choice.width)
+    q, k, v, dout = operands(choice.features - fewer, choice.features)
     options = OPTIONS[score]
     if "key_lengths" in options:
         k[:, options["key_lengths"] :] = v[:, options["key_lengths"] :] = np.nan
@@ -113,7 +115,7 @@ def test_tiles_are_chosen_by_shape_and_shared_memory():
     small = replace(A100_LIKE, shared_per_sm=164 << 10, shared_per_block=163 << 10)
     tiny = replace(small, shared_per_block=99 << 10)
     chosen = [
-        attention_vjp_plans_dmma._tile(width, limits)
+        DMMA_VJP.table.tile_of(problem_of(*[(3, width)] * 3, dtype=np.float64), limits)
         for width in (8, 64, 65, 128)
         for limits in (H200, small)
     ]
@@ -162,7 +164,7 @@ def test_dq_by_atomics_unless_deterministic(executor):
     """dk and dv have the same bits either way; sums of dq are in the workspace."""
     q, k, v, dout = operands(64, 64)
     one = gradients(q, k, v, dout, causal=True)
-    sums = "backward_dmma_sums"
+    sums = "query_sums"
     assert launched(executor) == ["row_deltas", sums, "backward_dmma", sums]
     executor.launched.clear()
     two = gradients(q, k, v, dout, causal=True, given={"deterministic": True})
@@ -288,10 +290,12 @@ def test_sequences_end_to_end(law):
 
 # ----------------------------------------------------------------------------------- planted faults
 
-DMMA, STEPS, PUT_BACK = (
+DMMA, STEPS, ROWS, PUT_BACK = (
     f"attention/{name}"
-    for name in ("backward_dmma.cu", "backward_dmma.cuh", "nonfinite_gradients.cuh")
-)
+    for name in (
+        "backward_dmma.cu", "backward_pairs.cuh", "backward_rows.cu", "nonfinite_gradients.cuh",
+    )
+)  # fmt: skip
 FAULTS = {
     "no barrier before what is handed over": (
         DMMA,
@@ -299,18 +303,22 @@ FAULTS = {
         "",
     ),
     "delta left out": (DMMA, "place_of(pairs, i) -= below;", ";"),
-    "slope of the softcap left out": (STEPS, "multiply_add(weight, slope[i], 0.0)", "weight"),
+    "slope of the softcap left out": (STEPS, "multiply_add(weight, slope[i], T(0))", "weight"),
     "rows without keys not told from others": (
         STEPS,
-        "if (lse == -infinity<double>()) return x;",
+        "if (lse == -infinity<T>()) return x;",
         "",
     ),
     "unseen pairs have weight": (
         STEPS,
-        "place_of(dots, i) = seen ? weight : kUnseen<double>;",
+        "place_of(dots, i) = seen ? weight : kUnseen<T>;",
         "place_of(dots, i) = weight;",
     ),
-    "unseen pairs have a gradient": (STEPS, "return unseen ? kUnseen<double> :", "return"),
+    "unseen pairs have a gradient": (
+        STEPS,
+        "return has_bits_of_unseen(weight) ? kUnseen<T> :",
+        "return",
+    ),
     "mask not asked": (STEPS, "!(hidden >> i & 1)", "true"),
     "queries of tiles before": (DMMA, "tile % Tile::kGroup == 0", "tile == 0"),
     "no second turn for non-finite values": (
@@ -335,9 +343,9 @@ FAULTS = {
         "pairs[m][j][e],",
     ),
     "non-finite keys multiplied by 0": (DMMA, "keys_damaged = true;", ";"),
-    "sums of dq not cleared": (DMMA, "sums.at(row, i % columns) = 0;", ";"),
+    "sums of dq not cleared": (ROWS, "sums.at(row, i % columns) = 0;", ";"),
     "scale of dq left out": (
-        DMMA,
+        ROWS,
         "sums.at(row, i % columns) * block.score.scale",
         "sums.at(row, i % columns)",
     ),

@@ -273,7 +273,7 @@ def test_infinite_cotangents_and_queries_that_are_seen(monkeypatch):
 
 
 def test_what_only_other_families_can_run():
-    q = normal(0, 3, 4)
+    q = normal(0, 3, 200)
     with pytest.MonkeyPatch.context() as patch:
         use(patch)
         with pytest.raises(ValueError, match=r"cannot run this problem.*'auto', 'simt'"):

@@ -21,8 +21,10 @@ from cuflash.device.attention_plans_mma import MMA_TILES, sm75_kernels
 from cuflash.device.attention_plans_tf32 import TF32_TILES
 from cuflash.device.attention_plans_wgmma import WGMMA_TILES
 from cuflash.device.attention_vjp_plans import VJP_TILES, attention_vjp_kernels
-from cuflash.device.attention_vjp_plans_dmma import DMMA_VJP_SCORES, DMMA_VJP_TILES
+from cuflash.device.attention_vjp_plans_dmma import DMMA_VJP_TILES
 from cuflash.device.attention_vjp_plans_mma import KEYS_TILES, QUERIES_TILES
+from cuflash.device.attention_vjp_plans_pairs import PAIRS_SCORES
+from cuflash.device.attention_vjp_plans_tf32 import TF32_VJP_TILES
 from cuflash.device.attention_vjp_plans_wgmma import BACKWARD_WGMMA_TILES
 from cuflash.device.compiler import compile_only
 from cuflash.problem import BFLOAT16, FLOATS, accumulator
@@ -43,13 +45,15 @@ COVERING_MMA_TILES = (
     "DecodeTile<4, 16, 128, 128, 3,",
     "KeysTile<128, 64, 64,",
 )
+#: On Hopper too, in bfloat16: by one ptxas or another these filled their registers and spilled.
+TIGHT = (
+    "BiasScore<float>, cuflash::MmaTile<2, 4, 64, 64, 64,",
+    "SimtTile<4, 8, 4, 64, 128, 2, true>",
+)
 COVERING_SM75 = (
     "FullScore<float>, cuflash::MmaTile<1, 4, 32, 128, 128, false, 1>>",
     "RangedScore<float>, cuflash::MmaTile<1, 4, 32, 64, 64, true, 2>>",
 )
-#: On Hopper, beside four warpgroups, which have 112 registers a thread, and with options or 256
-#: columns: sums that a step needs only if a row is heavy, and what lives once a tile of queries.
-MOST_SPILLED_BY_FOUR, MOST_SPILLED_WGMMA = 320, 144
 
 
 def programs():
@@ -98,9 +102,13 @@ def is_compiled(dtype, architecture, expression):
         # The two 16-bit types differ in the names of their instructions.
         return dtype.name == "bfloat16" or any(part in expression for part in COVERING_WGMMA)
     home = architecture == home_of(dtype.name, expression)
+    if architecture == "sm_90a" and dtype == BFLOAT16 and any(tile in expression for tile in TIGHT):
+        return True
     if "_tf32" in expression:
-        # Nowhere may it spill: ptxas fills its registers in another way on each of the two.
-        return architecture in ("sm_80", "sm_90a")
+        # Nowhere may it spill: ptxas fills its registers in another way on each of the two. Of
+        # gradients those that add to dq have the most of them.
+        most = "backward" not in expression or expression.endswith("true, true>")
+        return architecture == "sm_90a" or (architecture == "sm_80" and most)
     if tensor_cores:
         # Seconds each: the two 16-bit types differ by one instruction.
         covers = any(tile in expression for tile in COVERING_MMA_TILES)
@@ -134,14 +142,12 @@ def reports():
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: "-".join(p[:2]) + "-" + p[3][9:])
 def test_compiles_without_local_memory(program, reports):
-    """What a thread has is in registers: no array of scores of its own, and little spilled."""
+    """What a thread has is in registers: no array of scores of its own, and nothing spilled."""
     dtype, architecture, _, expression = program
     report = reports[program].result()[expression]
     assert not report.serialized
     if architecture in (home_of(dtype, expression), "sm_90a") or "_tf32" in expression:
-        most = MOST_SPILLED_WGMMA if "forward_wgmma" in expression else 0
-        most = MOST_SPILLED_BY_FOUR if "::WgmmaTile<4," in expression else most
-        assert max(report.spill_stores, report.spill_loads, report.stack) <= most, report
+        assert report.spill_stores == report.spill_loads == report.stack == 0, report
 
 
 SM75 = [
@@ -183,7 +189,9 @@ def test_every_variant_is_compiled_once():
         ("float16", expression) for dtype, expression in compiled if dtype == "bfloat16"
     }
     assert len(list(attention_kernels(np.dtype(np.float32)))) == 5 * 3 + 3 * len(TF32_TILES) + 4
-    assert len(list(attention_vjp_kernels(np.dtype(np.float32)))) == 3 * (2 * 3 + 1) + 2
+    assert len(list(attention_vjp_kernels(np.dtype(np.float32)))) == (
+        3 * (2 * 3 + 1) + 2 + 3 * len(PAIRS_SCORES) * len(TF32_VJP_TILES) + 2
+    )
     keys = {True: 0, False: 0}
     for choice in KEYS_TILES:
         keys[choice.tile.staged] += len(choice.scores)
@@ -194,7 +202,7 @@ def test_every_variant_is_compiled_once():
     float64 = [k for k in attention_kernels(np.dtype(np.float64)) if is_mma(k.expression)]
     assert len(float64) == 3 * len(DMMA_TILES)
     float64 = [k for k in attention_vjp_kernels(np.dtype(np.float64)) if is_mma(k.expression)]
-    assert len(float64) == 3 * len(DMMA_VJP_SCORES) * len(DMMA_VJP_TILES) + 2
+    assert len(float64) == 3 * len(PAIRS_SCORES) * len(DMMA_VJP_TILES)
     by_family = Counter(k.expression.split("<")[0][9:] for k in attention_kernels(BFLOAT16))
     assert by_family["forward_mma"] == sum(7 if choice.steps else 2 for choice in MMA_TILES)
     assert by_family["decode_mma"] == 2 * len(DECODE_TILES)

@@ -60,6 +60,13 @@ inline void wait_for_copies() {
     own.count = kept;
 }
 
+// ------------------------------------------------------------------------------ where a warp runs
+
+// As if all blocks were on one multiprocessor.
+inline unsigned hardware_warp() {
+    return (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+}
+
 // ----------------------------------------------------------------------------- matrices (ldmatrix)
 
 using RowAddresses = const unsigned long long*;
@@ -201,11 +208,20 @@ inline void add_pair(float* to, float first, float second) {
     atomicAdd(to + 1, second);
 }
 
+inline void add_chunk(float* to, const Vector<float>& x) {
+    if (reinterpret_cast<unsigned long long>(to) % 16)
+        cuda_on_host::fail("a chunk of additions is not aligned");
+    for (int n = 0; n < 4; ++n) atomicAdd(to + n, x.element[n]);
+}
+
 // --------------------------------------------------------------------------------------- exp2,
 // pack
 
 inline float exp2_approximate(float x) {
     return exp2f(x);
+}
+inline float minimum_or_nan(float x, float y) {
+    return x < y || x != x ? x : y;
 }
 template <typename T>
 inline unsigned pack(float low, float high) {
