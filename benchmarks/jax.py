@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
@@ -211,11 +212,15 @@ def handler_calls() -> dict[str, Callable[[], Any]]:
 
 
 class Timed(NamedTuple):
-    """A handler that notes how long each call takes, and the name that XLA knows it by."""
+    """A handler that notes how long each call takes, and the name that XLA knows it by.
+
+    `forget` makes it forget where buffers lay in the calls before.
+    """
 
     target: str
     handler: Any
     nanoseconds: list[int]
+    forget: Callable[[], None]
 
 
 @cache
@@ -237,13 +242,19 @@ def timed_handler(platform: str) -> Timed:
         spent.append(perf_counter_ns() - began)
         return error
 
-    timer = Timed(f"cuflash_timed_{platform}", ffi_abi.Handler(timed), spent)
+    bound = getattr(module, "bound", None)
+    forget = bound.cache_clear if bound else lambda: None
+    timer = Timed(f"cuflash_timed_{platform}", ffi_abi.Handler(timed), spent, forget)
     jax.ffi.register_ffi_target(timer.target, jax.ffi.pycapsule(timer.handler), platform=platform)
     return timer
 
 
 def measure_handlers(platform: str, count: int = 500) -> list[rows.Row]:
-    """Return the host time of the handler in each of some calls."""
+    """Return the host time of the handler in each of some calls.
+
+    The buffers of a program that runs again and again lie at places that were seen before, here
+    one of nine; a call with buffers at new places writes parameter blocks of its own.
+    """
     import jax
 
     from cuflash.jax import ops
@@ -252,17 +263,19 @@ def measure_handlers(platform: str, count: int = 500) -> list[rows.Row]:
     with mock.patch.object(ops, "TARGET", timer.target):
         calls = handler_calls()
     found = []
-    for name, call in calls.items():
+    for (name, call), places in product(calls.items(), ("seen", "new")):
         for _ in range(20):
             jax.block_until_ready(call())
         timer.nanoseconds.clear()
         kept = deque(maxlen=8)  # so that results lie elsewhere than those of the last calls
         for _ in range(count):
+            if places == "new":
+                timer.forget()
             kept.append(jax.block_until_ready(call()))
         lower, median, upper = np.quantile(timer.nanoseconds, (0.25, 0.5, 0.75)) / 1e3
-        row = {"call": name, "us": float(median), "lower": float(lower), "upper": float(upper)}
-        met = bool(median <= HANDLER_MICROSECONDS)
-        found.append({**row, "target": HANDLER_MICROSECONDS, "met": met})
+        row = {"call": name, "places": places, "us": float(median)}
+        row |= {"lower": float(lower), "upper": float(upper), "target": HANDLER_MICROSECONDS}
+        found.append({**row, "met": bool(median <= HANDLER_MICROSECONDS)})
     return found
 
 

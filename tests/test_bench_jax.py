@@ -49,7 +49,9 @@ def test_cudnn_is_left_out_where_it_cannot_run(capsys):
 
 def test_host_time_of_the_handler(monkeypatch):
     found = benchmark.measure_handlers("cpu", count=3)
-    assert [row["call"].split(",")[0] for row in found[:3]] == ["attention", "gradients", "softmax"]
+    calls = [row["call"].split(",")[0] for row in found[:6:2]]
+    assert calls == ["attention", "gradients", "softmax"]
+    assert [row["places"] for row in found[:2]] == ["seen", "new"]
     from cuflash.jax import host
 
     slow = host.execute

@@ -128,13 +128,13 @@ class CurrentDevice:
         cupy.cuda.driver.CUDADriverError
             The launch was refused.
         """
-        ready(launch, parameters, self.device)(stream=self.stream)
+        ready(launch, self.device)((parameters,), stream=self.stream)
 
 
-def ready(launch: Launch, parameters: Any, device: int) -> Callable[..., None]:
-    """Return all of a launch but its stream, which is the keyword `stream`."""
+def ready(launch: Launch, device: int) -> Callable[..., None]:
+    """Return all of a launch but a tuple of its parameter block, and the keyword `stream`."""
     grid = launch.grid
     if launch.staying:
         grid = min(grid, launch.staying * fitting_clusters(launch, device))
     kernel = load(launch.kernel, device)
-    return partial(kernel, (grid,), (launch.block,), (parameters,), shared_mem=launch.shared_bytes)
+    return partial(kernel, (grid,), (launch.block,), shared_mem=launch.shared_bytes)

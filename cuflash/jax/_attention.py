@@ -19,6 +19,7 @@ from ..problem import (
     accumulator,
     check_lengths,
 )
+from ._arrays import as_array
 from .calls import AttentionCall, Operand, View
 from .ops import bind
 
@@ -132,6 +133,8 @@ def flash_attention(
     for name, limit in (("query_lengths", problem.tq), ("key_lengths", problem.tk)):
         lengths = getattr(given, name)
         if lengths is not None and (not isinstance(lengths, jax.Array) or flag("check", check)):
+            if isinstance(lengths, jax.core.Tracer):
+                raise TypeError(f"{name} is traced: check=True needs its values")
             check_lengths(name, np.asarray(lengths), limit)
     heads = (problem.batch_shape[-2], problem.batch_shape[-1]) if enable_gqa else None
     arrays = ready(problem, arrays, heads, False)
@@ -161,7 +164,7 @@ def as_arrays(given: AttentionArrays) -> AttentionArrays:
         else:
             if at >= FIRST_INTEGER and isinstance(x, np.ndarray):
                 _require_kept(name, x)
-            converted.append(_as_array(name, x))
+            converted.append(as_array(name, x))
     axes = max(x.ndim for x in converted[:3]) - 2
     for at in range(FIRST_INTEGER, len(converted)):
         if getattr(converted[at], "ndim", None) == 0:
@@ -174,13 +177,6 @@ def _require_kept(name: str, x: np.ndarray) -> None:
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if x.dtype.kind in "iu" and (x.astype(dtype) != x).any():
         raise ValueError(f"{name} has values outside {dtype}; jax_enable_x64 allows them")
-
-
-def _as_array(name: str, x: Any) -> Any:
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
 
 
 def specs_of(arrays: AttentionArrays) -> AttentionArrays:
@@ -362,7 +358,7 @@ def dot_product_attention(
 
 
 def _by_token(name: str, x: Any) -> Any:
-    x = _as_array(name, x)
+    x = as_array(name, x)
     if x.ndim not in (3, 4):
         raise ValueError(f"{name} has {x.ndim} axes; it needs (B, tokens, heads, features)")
     return x
@@ -370,7 +366,7 @@ def _by_token(name: str, x: Any) -> Any:
 
 def _pairs(name: str, x: Any, first: int, heads: int, grouped: tuple[int, int]) -> Any:
     """Return mask or bias with the axis of the heads as two."""
-    x = _as_array(name, x)
+    x = as_array(name, x)
     if x.ndim == 4 and not first:  # JAX gives q, k and v a first axis of size 1 then
         if x.shape[0] != 1:
             raise ValueError(f"{name} has shape {x.shape}, but query has no batch axis")
@@ -389,7 +385,7 @@ def _lengths(name: str, x: Any, batch: tuple[int, ...], limit: int) -> Any:
         return None
     # Of NumPy before it is of JAX, which may keep 32 bits only.
     clip = np.clip if isinstance(x, np.ndarray) else jnp.clip
-    x = x if isinstance(x, np.ndarray) else _as_array(name, x)
+    x = x if isinstance(x, np.ndarray) else as_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}; integers are needed")
     if x.shape != (batch or (1,)):

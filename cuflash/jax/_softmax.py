@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .._options import flag
 from .._softmax import Axis
 from ..problem import ArraySpec, SoftmaxProblem
+from ._arrays import as_array
 from .calls import Operand, SoftmaxCall
 from .ops import bind
 
@@ -107,10 +108,10 @@ def _run(
     operation: str, x: Any, axis: Axis, where: Any, method: str = "auto"
 ) -> tuple[Any, tuple[int, ...]]:
     """Return the result, with reduced axes of size 1, and the axes."""
-    x = jnp.asarray(x)
+    x = as_array("x", x)
     if x.dtype.kind in "biu":
         x = x.astype(jnp.result_type(float))
-    buffers = [x] if where is None else [x, jnp.asarray(where)]
+    buffers = [x] if where is None else [x, as_array("where", where)]
     mask = ArraySpec.of(buffers[1]) if where is not None else None
     problem = SoftmaxProblem.of(operation, {"x": ArraySpec.of(x)}, axis, mask, method)
     call = SoftmaxCall(

@@ -2,24 +2,24 @@
 
 What takes time is done when a program is compiled (`prepare`): plans are made, kernels compiled and
 loaded, and the workspace that plans ask for becomes one more result of the call. A call itself
-writes the addresses of its buffers into parameter blocks and starts kernels. It allocates,
-synchronises and compiles nothing and does the same in every call, so that XLA may capture it in a
-CUDA graph.
+writes the addresses of its buffers into parameter blocks, unless it had them before, and starts
+kernels. It allocates, synchronises and compiles nothing on the device and does the same in every
+call, so that XLA may capture it in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from threading import Lock
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple, NoReturn
 
 import cupy
 import jax
 import numpy as np
-from cupy.cuda.function import CNumpyArray
+from cupy.cuda.function import CPointer
 
 from .. import engine
 from .._attention import check_method
@@ -197,16 +197,14 @@ def launches_of(text: bytes, addresses: Sequence[int], device: int) -> list[tupl
 class Prepared(NamedTuple):
     """What a program starts on a device: all but where its buffers lie.
 
-    `words` are the parameter blocks, end to end. Those at `places` are addresses, each `offsets`
-    behind the one of `buffers`. They are filled in for one call at a time.
+    `words` are the parameter blocks, end to end, each so many bytes after the `begins`. `places`
+    are the words that are addresses, with a buffer and what the word is behind its address.
     """
 
     starts: tuple[Callable[..., None], ...]
-    words: np.ndarray
-    places: np.ndarray
-    buffers: np.ndarray
-    offsets: np.ndarray
-    lock: Lock
+    words: array[int]
+    begins: tuple[int, ...]
+    places: tuple[tuple[int, int, int], ...]
 
 
 @lru_cache(maxsize=1024)
@@ -234,13 +232,47 @@ def prepared(text: bytes, device: int) -> Prepared | None:
     buffers = np.minimum(np.searchsorted(moves, moved[places]), moves.size - 1)
     if (moves[buffers] != moved[places]).any():
         return None
-    ends = np.cumsum([block.size for block in blocks])
-    starts = tuple(
-        # CuPy looks up where an array lies at each launch, and for this object once.
-        ready(launch, CNumpyArray(words[end - block.size : end]), device)
-        for (launch, _), block, end in zip(at_first, blocks, ends, strict=True)
-    )
-    return Prepared(starts, words, places, buffers, words[places] - first[buffers], Lock())
+    starts = tuple(ready(launch, device) for launch, _ in at_first)
+    begins = np.cumsum([0, *(block.nbytes for block in blocks[:-1])]).tolist()
+    offsets = words[places] - first[buffers]
+    found = zip(places.tolist(), buffers.tolist(), offsets.tolist(), strict=True)
+    return Prepared(starts, array("q", words.tobytes()), tuple(begins), tuple(found))
+
+
+class Bound(NamedTuple):
+    """What a call starts, all but the stream, and the parameter blocks that this reads."""
+
+    starts: tuple[Callable[..., None], ...]
+    blocks: Any
+
+
+@lru_cache(maxsize=1024)
+def bound(text: bytes, addresses: tuple[int, ...], device: int) -> Bound:
+    """Return what a call starts on the current device if its buffers lie there.
+
+    A program that runs again and again finds its buffers at few sets of places.
+    """
+    # Plans ask whether an address is a multiple of at most this, and 0 is no address.
+    usual = not any(address % _LEAST_ALIGNMENT or not address for address in addresses)
+    known = prepared(text, device) if usual else None
+    blocks: Any
+    if known is None or len(addresses) != _program(text).buffers:
+        launches = launches_of(text, addresses, device)
+        starts = tuple(ready(launch, device) for launch, _ in launches)
+        blocks = [block for _, block in launches]
+        pointers = [block.ctypes.data for block in blocks]
+    else:
+        # Words of Python: NumPy takes twice as long for so few.
+        starts, blocks = known.starts, known.words[:]
+        for place, buffer, offset in known.places:
+            blocks[place] = addresses[buffer] + offset
+        start_of_words, _ = blocks.buffer_info()
+        pointers = [start_of_words + begin for begin in known.begins]
+    calls = [
+        partial(start, (CPointer(pointer),))
+        for start, pointer in zip(starts, pointers, strict=True)
+    ]
+    return Bound(tuple(calls), blocks)
 
 
 class _Stream(NamedTuple):
@@ -272,17 +304,9 @@ def _device_count() -> int:
 def run(text: bytes, addresses: Sequence[int], device: int, stream: int) -> None:
     """Start the kernels of a call on the current device."""
     on = _Stream(stream)
-    # Plans ask whether an address is a multiple of at most this, and 0 is no address.
-    usual = not any(address % _LEAST_ALIGNMENT or not address for address in addresses)
-    known = prepared(text, device) if usual else None
-    if known is None or len(addresses) != _program(text).buffers:
-        for launch, parameters in launches_of(text, addresses, device):
-            ready(launch, parameters, device)(stream=on)
-        return
-    with known.lock:
-        known.words[known.places] = np.array(addresses)[known.buffers] + known.offsets
-        for start in known.starts:
-            start(stream=on)
+    call = bound(text, tuple(addresses), device)  # kept, as its blocks are, until all have started
+    for start in call.starts:
+        start(stream=on)
 
 
 handler = ffi_abi.handler(execute, ffi_abi.COMMAND_BUFFER_COMPATIBLE)

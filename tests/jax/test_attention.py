@@ -488,6 +488,8 @@ def test_values_of_lengths(qkv):
     lengths = jnp.array([[8], [1]])
     with pytest.raises(ValueError, match="key_lengths has the value 8"):
         flash_attention(*qkv, key_lengths=lengths, check=True)
+    with pytest.raises(TypeError, match="key_lengths is traced"):
+        jax.jit(lambda x: flash_attention(*qkv, key_lengths=x, check=True))(lengths)
     # Where the values are known only as the program runs, it fails with the message.
     with pytest.raises(jax.errors.JaxRuntimeError, match="key_lengths has the value 8"):
         jax.block_until_ready(flash_attention(*qkv, key_lengths=lengths))

@@ -6,9 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from dataclasses import replace
 from functools import cache
-from threading import Lock
 from types import SimpleNamespace
 
 import jax
@@ -38,6 +38,13 @@ def register_emulated():
     return handler
 
 
+class PointerToBlock:
+    """What is known of a block where it is launched, as far as the emulation asks for it."""
+
+    def __init__(self, address):
+        self.ctypes = SimpleNamespace(data=address)
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """Let programs for the CPU run the handler for CUDA devices; kernels that are started."""
@@ -48,16 +55,16 @@ def launched(monkeypatch):
     limits = replace(devices.H200, cluster_blocks=1, compute_capability="89")
     executor = HostExecutor(limits=limits)
 
-    def ready(launch, parameters, ordinal):
-        def start(*, stream):
+    def ready(launch, ordinal):
+        def start(parameters, *, stream):
             # What the handler says of device and stream is what XLA said.
             assert (ordinal, stream.ptr) == (0, 0x5EED)
-            executor.launch(launch, parameters)
+            executor.launch(launch, *parameters)
 
         return start
 
     monkeypatch.setattr(device, "ready", ready)
-    monkeypatch.setattr(device, "CNumpyArray", lambda array: array)
+    monkeypatch.setattr(device, "CPointer", PointerToBlock)
     monkeypatch.setattr(device, "device_limits", lambda device: limits)
     monkeypatch.setattr(ops, "TARGET", EMULATED)
     monkeypatch.setattr(host, "prepare", lambda call: device.rehearse(call, limits).used)
@@ -66,6 +73,7 @@ def launched(monkeypatch):
     jax.clear_caches()
     ops._compiled.cache_clear()
     device.prepared.cache_clear()
+    device.bound.cache_clear()
     yield executor.launched
     jax.clear_caches()
     ops._compiled.cache_clear()
@@ -245,20 +253,32 @@ def test_blocks_are_made_once_and_get_the_addresses_of_each_call(launched, rng, 
     assert len(recorded) == 2 * 2  # two programs, two sets of places
 
 
-def test_threads_in_one_program_have_blocks_of_their_own(monkeypatch):
+@pytest.fixture
+def started(monkeypatch):
+    """Starts of one kernel that all programs have: on stream, block, its words."""
+    from cuflash.jax import device
+
+    found = []
+
+    def start(parameters, *, stream):
+        time.sleep(0.05)  # time enough for another thread to write its addresses
+        (at,) = parameters
+        found.append((stream.ptr, at, list((ctypes.c_int64 * 3).from_address(at))))
+
+    program = device.Prepared((start,), array("q", [0, 0, 7]), (0,), ((0, 0, 0), (1, 1, 16)))
+    monkeypatch.setattr(device, "CPointer", lambda address: address)
+    monkeypatch.setattr(device, "prepared", lambda text, ordinal: program)
+    monkeypatch.setattr(device, "_program", lambda text: SimpleNamespace(buffers=2))
+    device.bound.cache_clear()
+    yield found
+    device.bound.cache_clear()
+
+
+def test_threads_in_one_program_have_blocks_of_their_own(started):
     """Each starts its kernels with its own addresses, however long a launch takes."""
     from cuflash.jax import device
 
-    read, both = [], threading.Barrier(2, timeout=60)
-
-    def start(*, stream):
-        time.sleep(0.05)  # time enough for the other to write its addresses
-        read.append((stream.ptr, block[:2].tolist()))
-
-    block = np.zeros(3, np.int64)
-    program = device.Prepared((start,), block, np.arange(2), np.arange(2), np.zeros(2), Lock())
-    monkeypatch.setattr(device, "prepared", lambda text, ordinal: program)
-    monkeypatch.setattr(device, "_program", lambda text: SimpleNamespace(buffers=2))
+    both = threading.Barrier(2, timeout=60)
 
     def call(stream):
         both.wait()
@@ -269,7 +289,20 @@ def test_threads_in_one_program_have_blocks_of_their_own(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(read) == [(1, [64, 128]), (2, [128, 256])]
+    blocks = sorted((stream, words) for stream, _, words in started)
+    assert blocks == [(1, [64, 144, 7]), (2, [128, 272, 7])]
+
+
+def test_blocks_of_places_that_were_seen_are_used_again(started):
+    from cuflash.jax import device
+
+    calls = ((b"a", 128, 0), (b"a", 192, 0), (b"b", 128, 0), (b"a", 128, 1), (b"a", 128, 0))
+    for text, second, ordinal in calls:
+        device.run(text, [64, second], ordinal, 0x5EED)
+    assert [words for _, _, words in started] == [[64, 16 + x, 7] for _, x, _ in calls]
+    places = [at for _, at, _ in started]
+    assert len(set(places)) == 4
+    assert places[4] == places[0]
 
 
 def ops_of_jax(q, k, v):

@@ -95,6 +95,7 @@ def test_results_without_their_axes():
     [
         ({"axis": 3}, np.exceptions.AxisError, "axis 3"),
         ({"where": jnp.ones(4)}, TypeError, "where has dtype"),
+        ({"where": "x"}, TypeError, "where must be an array, got str"),
         ({"method": "cluster"}, ValueError, "on the host engine"),
         ({"method": "mma"}, ValueError, "unknown"),
     ],
@@ -102,3 +103,9 @@ def test_results_without_their_axes():
 def test_arguments_are_refused_by_name(options, error, message):
     with pytest.raises(error, match=message):
         jax.jit(lambda x: softmax(x, **options))(jnp.ones((2, 4)))
+
+
+@pytest.mark.parametrize("function", [softmax, log_softmax, logsumexp])
+def test_what_is_no_array_is_refused_by_name(function):
+    with pytest.raises(TypeError, match="x must be an array, got NoneType"):
+        function(None)
