@@ -61,9 +61,8 @@ def matmul_bias_activation(
     Apart, a bias and an activation read and write the product once more each. On a GPU all of it is
     one kernel, on tensor cores for float16 and bfloat16, where operands whose rows it cannot fetch
     are copied first. In float32 and float64 that holds below 64 terms: from there on the product is
-    cuBLAS's, which gains more than one kernel for bias and activation costs. CuPy, which calls it,
-    rounds float32 operands to TF32 if ``CUPY_TF32=1``. `cuflash.analysis.traffic` tells what fusion
-    saves.
+    cuBLAS's, which gains more than one kernel for bias and activation costs; not in float32 where
+    ``CUPY_TF32`` asks CuPy for less. `cuflash.analysis.traffic` tells what fusion saves.
 
     References
     ----------

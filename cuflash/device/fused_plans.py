@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -160,6 +161,8 @@ LIBRARY_TERMS = 64
 
 def takes_library(problem: MatmulProblem) -> bool:
     """Tell whether a product is left to cuBLAS, and its epilogue to a kernel of its own."""
+    if problem.dtype == np.float32 and os.environ.get("CUPY_TF32", "0") != "0":
+        return False  # CuPy would round the operands to TF32
     return problem.dtype.itemsize > 2 and problem.a.shape[-1] >= LIBRARY_TERMS
 
 

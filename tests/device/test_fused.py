@@ -16,6 +16,7 @@ from cuflash.device.executor import device_limits
 from cuflash.device.fused_plans import matmul_kernels
 from cuflash.device.layer_norm_plans import layer_norm_kernels
 from cuflash.problem import BFLOAT16, FLOATS
+from cuflash.problem_fused import MatmulProblem
 from cuflash.testing.fused import (
     LAYER_NORM_PROPERTIES,
     MATMUL_PROPERTIES,
@@ -106,6 +107,18 @@ def test_each_tile_of_hopper(tile, layout, sizes, monkeypatch):
         matmul_matches_oracle(matmul, case)
     fused_plans.plan_matmul.cache_clear()
     assert all(f"WgmmaProduct<{tile.groups}, {tile.columns}," in name for name in launched)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "taken"),
+    [("float32", "0", True), ("float32", "1", False), ("float64", "1", True)],
+)
+def test_no_product_of_less_than_float32_is_taken(dtype, tf32, taken, monkeypatch):
+    """With CUPY_TF32=1 CuPy's float32 product rounds its operands to TF32."""
+    monkeypatch.setenv("CUPY_TF32", tf32)
+    shapes = {"a": (4, 64), "b": (64, 8), "bias": (8,)}
+    arrays = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
+    assert fused_plans.takes_library(MatmulProblem.of(arrays, None)) is taken
 
 
 @pytest.mark.parametrize("law", LAYER_NORM_PROPERTIES)
