@@ -282,7 +282,7 @@ MUTATIONS = [
     Mutation(
         "kernel: sums of a block's warps not brought to one reference",
         DECODE,
-        "= exp2_approximate(states[w][r].x - reference);",
+        "= exp2_approximate(states[i].x - sums.reference);",
         "= 1;",
         CUDA_DECODE,
     ),
@@ -292,6 +292,20 @@ MUTATIONS = [
         "row.index.on_axis[p.batch.count - 1] = member;",
         "row.index.on_axis[p.batch.count - 1] = 0;",
         CUDA_DECODE,
+    ),
+    Mutation(
+        "kernel: tiles that may be empty come again instead of others",
+        "kernels/lib/scheduler.cuh",
+        "return int(tile + tile / single * paired);",
+        "return int(tile);",
+        "tests/host_cuda/test_scheduler.py::test_every_tile_is_taken_once",
+    ),
+    Mutation(
+        "kernel: a sequence's last tile by the number of its first",
+        "kernels/lib/sequences.cuh",
+        "Index(found.end) / size",
+        "Index(found.start) / size",
+        "tests/host_cuda/test_varlen.py::test_ends_that_nobody_checked_are_held_within_the_arrays",
     ),
     Mutation(
         "kernel: mask of the first tile taken for all",

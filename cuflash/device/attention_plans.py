@@ -19,11 +19,14 @@ import numpy as np
 from ..problem import ArraySpec, AttentionProblem, accumulator
 from .attention_plans_combine import combine_kernels, even_block, even_launch
 from .attention_plans_decode import (
+    DecodeChoice,
     DecodeTile,
     Packing,
+    Shares,
+    decode_choice,
     decode_mma,
-    decode_splits,
-    decode_tile,
+    decode_shares,
+    has_options,
     packing,
 )
 from .attention_plans_dmma import (
@@ -74,6 +77,7 @@ from .parameters import (
     Slots,
     as_words,
     batch_plan,
+    batch_specs,
     moduli,
     slot_members,
     with_sequences,
@@ -244,8 +248,11 @@ def _forward_simt(dtype: np.dtype, score: str, tile: SimtTile) -> KernelName:
     )
 
 
-def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
-    """Yield every kernel that a plan for q, k, v of this dtype, or a merge of them, can launch."""
+def attention_kernels(dtype: np.dtype, limits: DeviceLimits | None = None) -> Iterator[KernelName]:
+    """Yield every kernel that a plan for q, k, v of this dtype, or a merge of them, can launch.
+
+    With a device, some are left out that it never takes.
+    """
     acc = accumulator(dtype)
     for choice, score in product(SIMT_TILES, SCORES):
         if choice.accumulator == acc.name:
@@ -255,7 +262,7 @@ def attention_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     elif dtype == np.float32:
         yield from tf32_kernels()
     else:
-        yield from mma_kernels(dtype)
+        yield from mma_kernels(dtype, limits)
     yield from wgmma_kernels(dtype)
     yield from combine_kernels(dtype)
 
@@ -289,11 +296,22 @@ class _Forward(NamedTuple):
     shared_bytes: int
     queries_stay: bool
     packing: Packing = Packing()
+    decode: DecodeChoice | None = None
 
     def row_tiles(self, problem: AttentionProblem) -> int:
         """Return the tiles of rows of a batch entry or group."""
         queries = self.tile.queries // self.packing.members
         return -(-problem.tq // queries) * self.packing.tiles
+
+    def in_clusters(self, problem: AttentionProblem, shares: Shares) -> _Forward:
+        """Return how clusters run it, if they merge the shares."""
+        tile = shares.clustered
+        if tile is None:
+            return self
+        kernel = decode_mma(problem.dtype, "RangedScore", tile, shares.splits)
+        return self._replace(
+            tile=tile, kernel=kernel, threads=32 * tile.warps, shared_bytes=tile.shared_bytes
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -325,11 +343,14 @@ def _forward(
     if method == "mma":
         score = mma_score(problem, score)
         full = has_full_matrices(limits)
-        decode = decode_tile(problem, limits) if full and given is None else None
+        decode = decode_choice(problem, limits) if full and given is None else None
         if decode is not None:
-            kernel = decode_mma(problem.dtype, score, decode)
-            threads, packed = 32 * decode.warps, packing(problem)
-            return _Forward(method, decode, kernel, threads, decode.shared_bytes, True, packed)
+            kernel = decode_mma(problem.dtype, score, decode.tile)
+            threads, shared = 32 * decode.tile.warps, decode.tile.shared_bytes
+            if has_options(score):
+                decode = decode._replace(clustered=None)
+            packed = packing(problem)
+            return _Forward(method, decode.tile, kernel, threads, shared, True, packed, decode)
         mma = given if isinstance(given, MmaTile) else mma_tile(problem, score, limits)
         kernel = forward_mma(problem.dtype, score, mma, full=full)
         return _Forward(method, mma, kernel, 32 * mma.warps, mma.shared_bytes, True)
@@ -345,8 +366,10 @@ def _forward(
     )
 
 
-def _splits(problem: AttentionProblem, limits: DeviceLimits, given: TunedTile | None) -> int:
-    """Return the number of shares of the keys.
+def _most_shares(
+    problem: AttentionProblem, limits: DeviceLimits, given: TunedTile | None
+) -> Shares:
+    """Return the shares of the keys that there is workspace for.
 
     That of sequences end to end is that of their tokens as one, as if there were no more of them:
     the workspace is to be known from shapes of tokens.
@@ -357,18 +380,26 @@ def _splits(problem: AttentionProblem, limits: DeviceLimits, given: TunedTile | 
     tile = forward.tile
     tiles = -(-problem.tk // tile.keys)
     if problem.num_splits is not None:
-        return max(1, min(problem.num_splits, tiles))
+        return Shares(max(1, min(problem.num_splits, tiles)))
+    if forward.decode is not None:
+        return decode_shares(problem, forward.packing, forward.decode, limits)
     blocks = (
         math.prod(problem.batch_shape)
-        // forward.packing.size
         * forward.row_tiles(problem)
         * max(1, -(-problem.dv // tile.values))
     )
-    if isinstance(tile, DecodeTile):
-        return decode_splits(blocks, tiles, tile, limits)
     wave = 1 if isinstance(tile, WgmmaTile) else _WAVE
     wanted = wave * limits.multiprocessors // max(blocks, 1)
-    return max(1, min(wanted, tiles // _SHARE_TILES))
+    return Shares(max(1, min(wanted, tiles // _SHARE_TILES)))
+
+
+def _shares(problem: AttentionProblem, limits: DeviceLimits, given: TunedTile | None) -> Shares:
+    """Return the shares of the keys."""
+    most, forward = _most_shares(problem, limits, given), _forward(problem, limits, given)
+    if problem.sequences is None or problem.num_splits is not None or forward.decode is None:
+        return most
+    found = decode_shares(problem, forward.packing, forward.decode, limits)
+    return found if found.apart <= most.apart else Shares(most.apart)
 
 
 # ------------------------------------------------------------------------------------------- plans
@@ -393,8 +424,11 @@ _ALIGNMENT = 16
 def workspace_bytes(
     problem: AttentionProblem, limits: DeviceLimits, given: TunedTile | None = None
 ) -> int:
-    """Return the bytes of partial results: (out, lse) of every row for each share of the keys."""
-    splits = _splits(problem, limits, given)
+    """Return the bytes of partial results: (out, lse) of every row for each share of the keys.
+
+    Sequences may need less.
+    """
+    splits = _most_shares(problem, limits, given).apart
     rows = math.prod(problem.lse_shape)
     if splits == 1 or not rows:
         return 0
@@ -406,12 +440,14 @@ def workspace_bytes(
 class AttentionPlan:
     """The launches of one attention call.
 
-    `forward` is None if there is nothing to write, `combine` unless the keys are split.
+    `forward` is None if there is nothing to write, `combine` unless the keys are split over blocks
+    that make up no cluster of `cluster` blocks.
     """
 
     method: str
     tile: Tile
     splits: int
+    cluster: int
     workspace: int
     batch: BatchPlan
     itemsizes: tuple[int, ...]
@@ -428,7 +464,9 @@ class AttentionPlan:
 
     def __post_init__(self) -> None:
         """Refuse a plan that would leave partial results unmerged, or merge what nobody wrote."""
-        if (self.splits > 1) != (self.combine is not None):
+        if self.cluster not in (1, self.splits):
+            raise ValueError(f"{self.splits} shares of the keys in clusters of {self.cluster}")
+        if (self.splits > self.cluster) != (self.combine is not None):
             raise ValueError(f"{self.splits} shares of the keys with the merge {self.combine}")
         if self.combine is not None and self.forward is not None and not self.workspace:
             raise ValueError("partial results need a workspace")
@@ -511,11 +549,11 @@ def plan_attention(
         Without launches if there is nothing to write.
     """
     acc = accumulator(problem.dtype)
-    forward = _forward(problem, limits, given)
-    tile = forward.tile
-    splits = _splits(problem, limits, given)
+    shares = _shares(problem, limits, given)
+    forward = _forward(problem, limits, given).in_clusters(problem, shares)
+    tile, splits, parts = forward.tile, shares.splits, shares.apart
     # A sequence's last tile may be a part: there is one more for each, see lib/sequences.cuh.
-    row_tiles = forward.row_tiles(problem) + (problem.sequences or 0)
+    row_tiles = forward.row_tiles(problem) + (problem.sequences or 0) * forward.packing.tiles
     column_tiles = max(1, -(-problem.dv // tile.values))
     named = {name: getattr(problem, name) for name in _OPERANDS[:_RESULTS]}
     named |= {"out": out, "lse": lse}
@@ -544,19 +582,19 @@ def plan_attention(
     fields["grid"]["column_tiles"] = column_tiles
     fields["grid"]["splits"] = splits
     write_problem(fields, problem, named, axes)
-    fields["out_is_wide"] = splits > 1 or out.dtype != problem.dtype
+    fields["out_is_wide"] = parts > 1 or out.dtype != problem.dtype
 
     fields["group"], fields["members"] = forward.packing[1:]
 
     combine_block = None
-    if splits > 1:
-        combine_block = even_block(problem, out, lse, batch, splits)
-        parts = combine_block[0]["parts"]
+    if parts > 1:
+        combine_block = even_block(problem, out, lse, batch, parts)
+        even = combine_block[0]["parts"]
         for name in ("out", "lse"):
-            fields[name] = parts[name]
+            fields[name] = even[name]
             shift = len(axes.sizes) - len(batch.sizes)
-            fields[name]["batch_stride"] = np.roll(parts[name]["batch_stride"], shift)
-            fields[f"{name}_split"] = parts[f"{name}_step"]
+            fields[name]["batch_stride"] = np.roll(even[name]["batch_stride"], shift)
+            fields[f"{name}_split"] = even[f"{name}_step"]
 
     fields["queries_stay"] = forward.queries_stay
     empty = not rows * math.prod(batch.outer_sizes)
@@ -564,7 +602,8 @@ def plan_attention(
         method=forward.method,
         tile=tile,
         splits=splits,
-        workspace=workspace_bytes(problem, limits, given),
+        cluster=splits // parts,
+        workspace=workspace_bytes(problem, limits, given) if parts > 1 else 0,
         batch=batch,
         itemsizes=tuple(0 if spec is None else spec.dtype.itemsize for spec in specs),
         forward=None
@@ -578,11 +617,11 @@ def plan_attention(
             block=forward.threads,
             shared_bytes=forward.shared_bytes,
         ),
-        combine=None if splits == 1 else even_launch(problem.dtype, batch, problem.tq, splits),
+        combine=None if parts == 1 else even_launch(problem.dtype, batch, problem.tq, parts),
         _forward_block=as_words(block),
         _combine_block=None if combine_block is None else as_words(combine_block),
         _defaults=(0, problem.tq, problem.tk),
-        _lse_start=splits * rows * problem.dv * acc.itemsize,
+        _lse_start=parts * rows * problem.dv * acc.itemsize,
         _maps=maps,
         _moduli=moduli(specs),
     )
@@ -598,13 +637,14 @@ def _batch_plan(
     shape, axis = problem.batch_shape, packed.axis
     if axis is None:
         return batch_plan(problem, named, most_entries)
+    specs = batch_specs(problem, named)
     outer = BatchPlan.of(
         (*shape[:axis], *shape[axis + 1 :]),
-        [spec and _without_axis(spec, axis) for spec in named.values()],
+        [spec and _without_axis(spec, axis) for spec in specs],
         most_entries,
-        BATCH_AXES - 1,
+        BATCH_AXES - 1 - (problem.sequences is not None),
     )
-    steps = [spec and spec.strides[axis] // spec.dtype.itemsize for spec in named.values()]
+    steps = [spec and spec.strides[axis] // spec.dtype.itemsize for spec in specs]
     return outer.with_innermost(packed.size, [step or 0 for step in steps])
 
 

@@ -254,13 +254,13 @@ def forward_mma(dtype: np.dtype, score: str, tile: MmaTile, *, full: bool = True
     )
 
 
-def mma_kernels(dtype: np.dtype) -> Iterator[KernelName]:
-    """Yield every kernel that a plan for q, k, v of this dtype can launch."""
+def mma_kernels(dtype: np.dtype, limits: DeviceLimits | None = None) -> Iterator[KernelName]:
+    """Yield every kernel that a plan for q, k, v of this dtype can launch, on a device or any."""
     if dtype.itemsize == 2:
         for choice in MMA_TILES:
             for score in BOUNDS + _STEPS * choice.steps:
                 yield forward_mma(dtype, score, choice.tile)
-        yield from decode_kernels(dtype)
+        yield from decode_kernels(dtype, limits)
 
 
 def sm75_kernels() -> Iterator[KernelName]:

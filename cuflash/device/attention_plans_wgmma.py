@@ -247,8 +247,8 @@ WGMMA_STEP_TILES = (
 )  # fmt: skip
 #: The smallest and largest softcap with which no step of tanh(s / cap) leaves float32.
 _CAPS = (2.0**-60, 2.0**60)
-#: 32-bit positions of keys leave room for the rows of a tile: `Band` in lib/score.cuh.
-_MOST_KEYS = 2**31 - 512
+#: 32-bit positions leave room for the rows of a tile: `Band` in lib/score.cuh, ends of sequences.
+_MOST_TOKENS = 2**31 - 512
 #: Fewer query rows leave most of a tile empty: `mma` has smaller ones.
 _LEAST_QUERIES = 64
 
@@ -261,8 +261,8 @@ def wgmma_obstacle(problem: AttentionProblem, score: str, limits: DeviceLimits) 
         return "needs float16 or bfloat16"
     if not (problem.d <= WIDEST and 0 < problem.dv <= WIDEST):
         return f"needs at most {WIDEST} features and 1 to {WIDEST} columns of v"
-    if not (0 < problem.tk <= _MOST_KEYS and problem.tq < 2**31):
-        return f"needs 1 to {_MOST_KEYS} keys, and fewer than 2^31 queries"
+    if not (0 < problem.tk <= _MOST_TOKENS and problem.tq <= _MOST_TOKENS):
+        return f"needs 1 to {_MOST_TOKENS} keys, and no more queries"
     if problem.mean_tq < _LEAST_QUERIES:
         return f"needs {_LEAST_QUERIES} queries: fewer leave most of a tile empty"
     if wgmma_score(problem, score) is None:
@@ -399,5 +399,8 @@ def map_of(
 
 
 def out_has_map(problem: AttentionProblem, out: ArraySpec, splits: int) -> bool:
-    """Tell whether results can leave by TMA: whole rows of a batch entry, already rounded."""
-    return splits == 1 and problem.sequences is None and out.dtype == problem.dtype and has_map(out)
+    """Tell whether results can leave by TMA: whole rows, already rounded.
+
+    Of sequences end to end that is so for tiles whose rows are all of one.
+    """
+    return splits == 1 and out.dtype == problem.dtype and has_map(out)

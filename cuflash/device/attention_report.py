@@ -38,8 +38,10 @@ def report(problem: AttentionProblem, limits: DeviceLimits) -> Iterator[str]:
         f"launch  {plan.forward.grid} blocks of {plan.forward.block} threads, "
         f"{plan.forward.shared_bytes} bytes of shared memory each"
     )
-    if plan.combine is None:
+    if plan.splits == 1:
         yield "keys    in one share"
+    elif plan.combine is None:
+        yield f"keys    in {plan.splits} shares, merged by the clusters of their blocks"
     else:
         yield f"keys    in {plan.splits} shares, merged by {plan.combine.kernel.expression}"
     yield f"memory  {plan.workspace} bytes of workspace beside out and lse"
@@ -80,12 +82,8 @@ def _reason(problem: AttentionProblem, tile: object) -> str:
     """Return why the tables have a tile."""
     if isinstance(tile, WgmmaTile):
         return wgmma_choice(problem).reason
-    tables: tuple[Iterable[Any], ...] = (
-        MMA_TILES,
-        SM75_TILES,
-        DMMA_TILES,
-        TF32_TILES,
-        DECODE_TILES,
-        SIMT_TILES,
-    )
+    for decode in DECODE_TILES:
+        if tile in (decode.tile, decode.clustered):
+            return decode.reason
+    tables: tuple[Iterable[Any], ...] = MMA_TILES, SM75_TILES, DMMA_TILES, TF32_TILES, SIMT_TILES
     return next(choice.reason for choice in chain(*tables) if choice.tile == tile)

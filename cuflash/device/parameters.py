@@ -326,11 +326,17 @@ def batch_plan(
     most_entries: int,
     most_axes: int = BATCH_AXES,
 ) -> BatchPlan:
-    """Plan the batch axes of the operands; those of sequences have none."""
-    if problem.sequences is None:
-        return BatchPlan.of(problem.batch_shape, tuple(named.values()), most_entries, most_axes)
-    specs = [None if name in _OF_SEQUENCES else spec for name, spec in named.items()]
-    return BatchPlan.of(problem.batch_shape, specs, most_entries, most_axes - 1)
+    """Plan the batch axes of the operands; sequences end to end take one more."""
+    most_axes -= problem.sequences is not None
+    return BatchPlan.of(problem.batch_shape, batch_specs(problem, named), most_entries, most_axes)
+
+
+def batch_specs(
+    problem: AttentionProblem, named: Mapping[str, ArraySpec | None]
+) -> list[ArraySpec | None]:
+    """Return the operands, None for those that have an axis of sequences instead of the batch's."""
+    of_sequences = () if problem.sequences is None else _OF_SEQUENCES
+    return [None if name in of_sequences else spec for name, spec in named.items()]
 
 
 def with_sequences(

@@ -26,31 +26,32 @@ struct BlockWork {
     // them, if there is no row.
     __device__ __forceinline__ bool begin(const AttentionParameters& p, int rows, int columns,
                                           int keys) {
-        return begin_by_warps(p, blockIdx.x, rows, columns, keys, threadIdx.x,
-                              [] { __syncthreads(); });
+        return begin_by_warps<int64>(p, blockIdx.x, rows, columns, keys, threadIdx.x,
+                                     [] { __syncthreads(); });
     }
 
     // The same by some warps, three at least, for tile `tile` of the grid: `thread` is the number
-    // among their threads, `barrier` waits for them.
-    template <typename Barrier>
+    // among their threads, `barrier` waits for them. Index holds the numbers of tokens.
+    template <typename Index, typename Barrier>
     __device__ __forceinline__ bool begin_by_warps(const AttentionParameters& p, int64 tile,
                                                    int rows, int columns, int keys, int thread,
                                                    Barrier barrier) {
-        return set_up(p, tile, rows, columns, keys, thread,
-                      thread % 32 == 0 ? thread / 32 : kNoPart, barrier);
+        return set_up<Index>(p, tile, rows, columns, keys, thread,
+                             thread % 32 == 0 ? thread / 32 : kNoPart, barrier);
     }
 
     // The same by one warp.
+    template <typename Index>
     __device__ __forceinline__ bool begin_by_warp(const AttentionParameters& p, int64 tile,
                                                   int rows, int columns, int keys) {
         const int lane = threadIdx.x % 32;
-        return set_up(p, tile, rows, columns, keys, lane, lane, [] { __syncwarp(); });
+        return set_up<Index>(p, tile, rows, columns, keys, lane, lane, [] { __syncwarp(); });
     }
 
   private:
     static constexpr int kNoPart = -1;
 
-    template <typename Barrier>
+    template <typename Index, typename Barrier>
     __device__ __forceinline__ bool set_up(const AttentionParameters& p, int64 tile, int rows,
                                            int columns, int keys, int thread, int part,
                                            Barrier barrier) {
@@ -59,12 +60,14 @@ struct BlockWork {
         if (part == 0) {
             work = decoded;
             const int64 queries = p.score.queries, all_keys = p.score.keys;
+            int64 row_tile = decoded.row_tile;
             segment = {0, queries, queries, 0, all_keys, 0};
             if (p.sequences.queries.data) {
-                segment = Segment::find(p.sequences, queries, all_keys, decoded.row_tile, rows);
+                segment = Segment::find_in_order<Index>(p.sequences, Index(queries),
+                                                        Index(all_keys), row_tile, rows);
                 index.on_axis[0] = min(segment.index, max(p.sequences.count - 1, 0LL));
             }
-            first_row = segment.row_of(decoded.row_tile, rows);
+            first_row = segment.row_of(row_tile, rows);
             end_row = min(first_row + rows, segment.end);
         }
         barrier();

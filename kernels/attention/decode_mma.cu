@@ -8,10 +8,13 @@
 // waits for another. In the end the warps' sums are merged in shared memory, always in the same
 // order.
 //
-// The grid is that of lib/scheduler.cuh, all columns of v in one block; its tiles of keys are one
-// slice of every warp. Dynamic shared memory, as swizzled tiles: queries (16 x kFeatures); then for
-// each warp kStages stages of keys (kKeys x kFeatures) and values (kKeys x kValues), and in the end
-// its sums (16 x kValues float32).
+// `decode_mma`: the grid is that of lib/scheduler.cuh, all columns of v in one block; its tiles of
+// keys are one slice of every warp. `decode_mma_cluster` (sm_90): shares of the keys are the blocks
+// of a cluster, hence the fastest in the grid. They read each other's sums when all are done, each
+// for some of the results: no second launch merges them, and no workspace holds them. Dynamic
+// shared memory, as swizzled tiles: queries (16 x kFeatures); then for each warp kStages stages of
+// keys (kKeys x kFeatures) and values (kKeys x kValues), and in the end its sums (16 x kValues
+// float32).
 #include "attention/fragments.cuh"
 #include "attention/mma_steps.cuh"
 #include "attention/mma_tile.cuh"
@@ -19,6 +22,7 @@
 #include "attention/parameters.cuh"
 #include "lib/nonfinite.cuh"
 #include "lib/numeric.cuh"
+#include "lib/ptx_cluster.cuh"
 #include "lib/ptx_mma.cuh"
 #include "lib/score.cuh"
 
@@ -116,52 +120,59 @@ __device__ __forceinline__ void store_four(const Output<T>& output, const Attent
         if (column + e < p.values) output.store(row, column + e, x[e]);
 }
 
-// Merges the warps' sums of each row and stores the results; four columns a thread.
-template <typename Tile, typename Rows>
-__device__ __forceinline__ void merge_warps(const unsigned char* sums,
-                                            const float2 (&states)[Tile::kWarps][Tile::kQueries],
-                                            Rows& block, int (&damaged)[Tile::kQueries],
-                                            const AttentionParameters& p) {
-    using Sums = typename Tile::Sums;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < block.count * Sums::kChunks; i += Tile::kThreads) {
-        const int r = i / Sums::kChunks, chunk = i % Sums::kChunks;
-        float reference = kNoReference;
-        for (int w = 0; w < Tile::kWarps; ++w) reference = maximum(reference, states[w][r].x);
-        float l = 0, x[4] = {};
+// Four columns of a row's sums, relative to a reference, and the normalizer.
+struct RowSums {
+    float reference, l, x[4];
+};
+
+// The sums of `kParts` parts as one: `state(i)` is a part's reference and normalizer, `columns(i)`
+// are its sums.
+template <int kParts, typename State, typename Part>
+__device__ __forceinline__ RowSums merge_parts(State state, Part columns) {
+    float2 states[kParts];
+    float4 parts[kParts];
+    RowSums sums{kNoReference, 0, {}};
 #pragma unroll
-        for (int w = 0; w < Tile::kWarps; ++w) {
-            const float factor = exp2_approximate(states[w][r].x - reference);
-            const float4 part =
-                *reinterpret_cast<const float4*>(sums + w * Tile::kWarpBytes + Sums::at(r, chunk));
-            l = multiply_add(states[w][r].y, factor, l);
-            x[0] = multiply_add(part.x, factor, x[0]);
-            x[1] = multiply_add(part.y, factor, x[1]);
-            x[2] = multiply_add(part.z, factor, x[2]);
-            x[3] = multiply_add(part.w, factor, x[3]);
-        }
-        const auto& row = block.rows[r];
-        const bool used = row.score.is_used(row.number);
-        if (!used) l = 0;
-        const float inverse = l == 0 ? 0 : 1 / l;
-        float zero = 0;  // times NaN or inf it is NaN
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            zero = multiply_add(x[e], 0, zero);
-            x[e] = inverse == 0 ? 0 : x[e] * inverse;
-        }
-        if (zero != 0 && is_finite(l) && used) damaged[r] = block.redo = 1;
-        const auto output = block.output_of(p, r);
-        store_four(output, p, row.number, 4 * chunk, x);
-        if (chunk == 0)
-            output.store_lse(row.number, l == 0 ? -infinity<float>()
-                                                : multiply_add(reference, kLogOf2, logarithm(l)));
+    for (int i = 0; i < kParts; ++i) {
+        states[i] = state(i);
+        parts[i] = columns(i);
     }
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) sums.reference = maximum(sums.reference, states[i].x);
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+        const float factor = exp2_approximate(states[i].x - sums.reference);
+        sums.l = multiply_add(states[i].y, factor, sums.l);
+        sums.x[0] = multiply_add(parts[i].x, factor, sums.x[0]);
+        sums.x[1] = multiply_add(parts[i].y, factor, sums.x[1]);
+        sums.x[2] = multiply_add(parts[i].z, factor, sums.x[2]);
+        sums.x[3] = multiply_add(parts[i].w, factor, sums.x[3]);
+    }
+    return sums;
 }
 
-template <typename T, typename Score, typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
-    decode_mma(const __grid_constant__ AttentionParameters p) {
+// The results of four columns of row r.
+template <typename Rows>
+__device__ __forceinline__ void store_results(RowSums sums, const Rows& block, int r, int chunk,
+                                              const AttentionParameters& p) {
+    const auto& row = block.rows[r];
+    const bool used = row.score.is_used(row.number);
+    if (!used) sums.l = 0;
+    const float inverse = sums.l == 0 ? 0 : 1 / sums.l;
+#pragma unroll
+    for (int e = 0; e < 4; ++e)  // with a weight of 0 too a value that is not finite tells
+        sums.x[e] = used && (inverse != 0 || is_nan(sums.x[e])) ? sums.x[e] * inverse : 0;
+    const auto output = block.output_of(p, r);
+    store_four(output, p, row.number, 4 * chunk, sums.x);
+    if (chunk == 0)
+        output.store_lse(row.number,
+                         sums.l == 0 ? -infinity<float>()
+                                     : multiply_add(sums.reference, kLogOf2, logarithm(sums.l)));
+}
+
+// `kShares`: the blocks of a cluster; 1 where there is none, and a share's results are its own.
+template <typename T, typename Score, typename Tile, int kShares>
+__device__ __forceinline__ void decode(const AttentionParameters& p) {
     using Features = typename Tile::Features;
     using Values = typename Tile::Values;
     using Sums = typename Tile::Sums;
@@ -173,7 +184,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     __shared__ PackedRows<T, Score, Tile::kQueries> block;
     __shared__ float2 states[kWarps][Tile::kQueries];  // reference and normalizer
     __shared__ int damaged[Tile::kQueries];            // NaN or inf in a column of the row
-    if (!block.begin(p, Tile::kBlockKeys)) return;
+    __shared__ float2 merged[Tile::kQueries];          // of all warps, if there is a cluster
+    Work work = Work::of(p.grid, blockIdx.x);
+    if constexpr (kShares > 1) {
+        work = Work::of({p.grid.row_tiles, p.grid.column_tiles, 1}, blockIdx.x / kShares);
+        work.split = cluster_rank();
+    }
+    if (!block.begin(p, Tile::kBlockKeys, work)) return;
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     unsigned char* const own_stages = shared + Tile::kQueryBytes + warp * Tile::kWarpBytes;
@@ -302,32 +319,90 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         }
         if (threadIdx.x < Tile::kQueries && !again) damaged[threadIdx.x] = 0;
         __syncthreads();
-        merge_warps<Tile>(shared + Tile::kQueryBytes, states, block, damaged, p);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < block.count * Sums::kChunks; i += kThreads) {
+            const int r = i / Sums::kChunks, chunk = i % Sums::kChunks;
+            unsigned char* const first = shared + Tile::kQueryBytes + Sums::at(r, chunk);
+            const RowSums sums = merge_parts<kWarps>(
+                [&](int w) { return states[w][r]; },
+                [&](int w) {
+                    return *reinterpret_cast<const float4*>(first + w * Tile::kWarpBytes);
+                });
+            float zero = 0;  // times NaN or inf it is NaN
+            for (int e = 0; e < 4; ++e) zero = multiply_add(sums.x[e], 0, zero);
+            const auto& row = block.rows[r];
+            if (zero != 0 && is_finite(sums.l) && row.score.is_used(row.number))
+                damaged[r] = block.redo = 1;
+            if constexpr (kShares > 1) {
+                *reinterpret_cast<float4*>(first) =
+                    make_float4(sums.x[0], sums.x[1], sums.x[2], sums.x[3]);
+                if (chunk == 0) merged[r] = make_float2(sums.reference, sums.l);
+            } else {
+                store_results(sums, block, r, chunk, p);
+            }
+        }
         __syncthreads();
         if (again || !block.redo) break;
         again = true;
         key_copies.advance(p.k.row_stride, -kWarps * max(end - begin, 0));
         value_copies.advance(p.v.row_stride, -kWarps * max(end - begin, 0));
     }
-    if (!block.redo) return;
-
+    if (block.redo) {
 #pragma unroll 1
-    for (int r = warp; r < block.count; r += kWarps) {
-        if (!damaged[r]) continue;
-        const auto& row = block.rows[r];
-        float reference = kNoReference;
-        for (int w = 0; w < kWarps; ++w) reference = maximum(reference, states[w][r].x);
-        KeyRange seen = row.score.range(row.number);
-        seen.first = max(seen.first, block.tiles.begin * Tile::kBlockKeys);
-        seen.last = min(seen.last, block.tiles.end * Tile::kBlockKeys - 1);
-        const Matrix<const T> q{row.q - row.number * p.q.row_stride, p.q.row_stride,
-                                p.q.column_stride};
-        const Output<T> output = block.output_of(p, r);
-        add_nonfinite(
-            q, block.k, block.v, p.features, 0, p.values, row.number, seen, row.score,
-            [&](float s) { return exp2_approximate(multiply_add(s, kLog2OfE, -reference)); },
-            [&](int64 column, float x) { output.store(row.number, column, x); });
+        for (int r = warp; r < block.count; r += kWarps) {
+            if (!damaged[r]) continue;
+            const auto& row = block.rows[r];
+            float reference = kNoReference;
+            for (int w = 0; w < kWarps; ++w) reference = maximum(reference, states[w][r].x);
+            KeyRange seen = row.score.range(row.number);
+            seen.first = max(seen.first, block.tiles.begin * Tile::kBlockKeys);
+            seen.last = min(seen.last, block.tiles.end * Tile::kBlockKeys - 1);
+            const Matrix<const T> q{row.q - row.number * p.q.row_stride, p.q.row_stride,
+                                    p.q.column_stride};
+            const Output<T> output = block.output_of(p, r);
+            add_nonfinite(
+                q, block.k, block.v, p.features, 0, p.values, row.number, seen, row.score,
+                [&](float s) { return exp2_approximate(multiply_add(s, kLog2OfE, -reference)); },
+                [&](int64 column, float x) {
+                    if constexpr (kShares > 1)
+                        *reinterpret_cast<float*>(shared + Tile::kQueryBytes +
+                                                  Sums::at(r, int(column) / 4) + column % 4 * 4) =
+                            x;
+                    else
+                        output.store(row.number, column, x);
+                });
+        }
     }
+    if constexpr (kShares > 1) {
+        cluster_arrive();
+        cluster_wait();
+        // Each block has its part of the results, and reads the sums of all.
+        const int count = block.count * Sums::kChunks, part = (count + kShares - 1) / kShares;
+        const int end = min(part * (block.work.split + 1), count);
+#pragma unroll 1
+        for (int i = part * block.work.split + threadIdx.x; i < end; i += kThreads) {
+            const int r = i / Sums::kChunks, chunk = i % Sums::kChunks;
+            const unsigned char* const own = shared + Tile::kQueryBytes + Sums::at(r, chunk);
+            const RowSums sums = merge_parts<kShares>(
+                [&](int share) { return cluster_load_pair(cluster_address(&merged[r], share)); },
+                [&](int share) { return cluster_load_four(cluster_address(own, share)); });
+            store_results(sums, block, r, chunk, p);
+        }
+        cluster_arrive();  // nobody leaves before all have read
+        cluster_wait();
+    }
+}
+
+template <typename T, typename Score, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
+    decode_mma(const __grid_constant__ AttentionParameters p) {
+    decode<T, Score, Tile, 1>(p);
+}
+
+template <typename T, typename Score, typename Tile, int kShares>
+__global__ void CUFLASH_CLUSTERS(kShares) __launch_bounds__(Tile::kThreads, Tile::kBlocks)
+    decode_mma_cluster(const __grid_constant__ AttentionParameters p) {
+    decode<T, Score, Tile, kShares>(p);
 }
 
 }  // namespace cuflash

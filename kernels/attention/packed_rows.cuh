@@ -36,10 +36,10 @@ struct PackedRows {
 
     // To be called by all threads, of at least three warps: each sets up a part. False, for all of
     // them, if there is no row.
-    __device__ __forceinline__ bool begin(const AttentionParameters& p, int keys) {
+    __device__ __forceinline__ bool begin(const AttentionParameters& p, int keys,
+                                          const Work& decoded) {
         static_assert(kRows <= 32, "a lane for each");
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const Work decoded = Work::of(p.grid, blockIdx.x);
         const unsigned member_tiles = unsigned(p.group + p.members - 1) / unsigned(p.members);
         const unsigned query_tile = unsigned(decoded.row_tile) / member_tiles;
         const int first_member = int(unsigned(decoded.row_tile) % member_tiles) * p.members;
@@ -94,7 +94,12 @@ struct PackedRows {
             const bool sees = seen.first <= seen.last;
             unite(sees ? seen.first : kFarthest, sees ? seen.last : -1, used ? seen.first : 0,
                   used ? seen.last : kFarthest);
-            if (lane == 0) tiles = TileRange::of(any, keys, decoded.split, p.grid.splits);
+            if (lane == 0) {
+                // Not all queries of a sequence may be here: what they see must not tell.
+                const KeyRange shared{0, row.score.bounds.keys - 1};
+                tiles = TileRange::of(p.sequences.queries.data ? shared : any, keys, decoded.split,
+                                      p.grid.splits);
+            }
         }
         __syncthreads();
         return true;

@@ -14,7 +14,7 @@ struct alignas(64) WgmmaParameters {
     TensorMap q, k, v, out;
     AttentionParameters attention;
     int64 tiles;     // of the grid: row tiles x shares x entries
-    int out_by_map;  // results leave by TMA
+    int out_by_map;  // results leave by TMA, but those of a tile whose last rows are another's
 };
 
 // Consumer warpgroups, keys of a tile, padded width of the heads, stages of keys and of values, of
@@ -79,6 +79,7 @@ struct Slot {
     // By 64 rows: tiles that all of them see whole, and the end of those that any of them sees.
     int whole_begin[kGroups], whole_end[kGroups], seen_end[kGroups];
     int64 out_start, lse_start;  // of the results: see Output
+    int out_by_map;              // whether they leave by it
     int out_batch[3];            // where they are by the map
 };
 
@@ -156,10 +157,17 @@ __device__ __forceinline__ int part_of(int flipped, int group) {
     return Tile::kAhead && flipped ? Tile::kGroups - 1 - group : group;
 }
 
-// A grid has fewer than 2^31 tiles.
-__device__ __forceinline__ int tile_of_round(const WgmmaParameters& p, int64 round) {
-    return int(tile_of_round(unsigned(p.attention.grid.row_tiles), unsigned(p.tiles), gridDim.x,
-                             blockIdx.x, round));
+// A grid has fewer than 2^31 tiles. Those of sequences that may be empty have the last rows.
+__device__ __forceinline__ int tile_of_round(const WgmmaParameters& p, unsigned round) {
+    const AttentionParameters& a = p.attention;
+    return tile_of_round(unsigned(a.grid.row_tiles), unsigned(a.sequences.count), unsigned(p.tiles),
+                         gridDim.x, blockIdx.x, round);
+}
+
+// Whether a tile is the second of a pair.
+__device__ __forceinline__ bool is_second(const AttentionParameters& p, int tile) {
+    const unsigned rows = unsigned(p.grid.row_tiles), single = unsigned(p.sequences.count);
+    return unsigned(tile) % rows >= single + (rows - single + 1) / 2;
 }
 
 }  // namespace cuflash

@@ -6,6 +6,18 @@
 
 namespace cuflash {
 
+// Where a row of an entry is by an array's map, which has no steps along axes that it has not.
+__device__ __forceinline__ BoxStart start_of(const AttentionParameters& p,
+                                             const BatchedArray& array, const BatchIndex& index,
+                                             int64 row) {
+    BoxStart at{0, int(row), {}};
+#pragma unroll
+    for (int axis = 0; axis < 3; ++axis)
+        if (axis < p.batch.count && array.batch_stride[axis])
+            at.batch[axis] = int(index.on_axis[axis]);
+    return at;
+}
+
 // Three warps: find the tiles of the block and describe them in slots, as far ahead as slots are
 // free.
 template <typename T, typename Score, typename Tile>
@@ -63,8 +75,8 @@ struct Describer {
     __device__ __forceinline__ bool describe(int tile, bool again) {
         SlotType& current = rooms.slots[issued % kSlots];
         BlockWork<T, Score>& block = current.block;
-        if (!block.begin_by_warps(p.attention, tile, Tile::kQueries, Tile::kWidth, Tile::kKeys,
-                                  thread(), synchronise)) {
+        if (!block.template begin_by_warps<int>(p.attention, tile, Tile::kQueries, Tile::kWidth,
+                                                Tile::kKeys, thread(), synchronise)) {
             synchronise();  // all have read that
             return false;
         }
@@ -101,16 +113,17 @@ struct Describer {
                                    : SlotType::kFar;
             current.rows =
                 int(clamp(block.score.bounds.queries - block.first_row, 0, Tile::kQueries));
-            const unsigned row_tiles = unsigned(p.attention.grid.row_tiles);
-            current.flipped = unsigned(tile) % row_tiles >= (row_tiles + 1) / 2;
+            current.flipped = is_second(p.attention, tile);
         } else if (warp == 2 && lane == 0) {
             const Output<T> output(p.attention, block.index, block.work.split);
             current.out_start = output.out_start;
             current.lse_start = output.lse_start;
+            const int64 end = block.segment.end;
+            current.out_by_map = p.out_by_map && (end - block.first_row >= Tile::kQueries ||
+                                                  end == p.attention.score.queries);
+            const BoxStart at = start_of(p.attention, p.attention.out, block.index, 0);
 #pragma unroll
-            for (int axis = 0; axis < 3; ++axis)
-                current.out_batch[axis] =
-                    axis < p.attention.batch.count ? int(block.index.on_axis[axis]) : 0;
+            for (int axis = 0; axis < 3; ++axis) current.out_batch[axis] = at.batch[axis];
         }
         return true;
     }
@@ -170,12 +183,7 @@ struct Fetcher {
   private:
     __device__ __forceinline__ BoxStart start_of(const BatchedArray& array, const SlotType& current,
                                                  int64 row) const {
-        BoxStart at{0, int(row), {}};
-#pragma unroll
-        for (int axis = 0; axis < 3; ++axis)
-            if (axis < p.attention.batch.count && array.batch_stride[axis])
-                at.batch[axis] = int(current.block.index.on_axis[axis]);
-        return at;
+        return cuflash::start_of(p.attention, array, current.block.index, row);
     }
 
     // A tile of `rows` rows, panel by panel.

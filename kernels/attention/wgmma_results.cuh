@@ -59,7 +59,7 @@ struct WarpResults {
             damaged |= probe != 0 && inverse == inverse;
         }
         if (damaged) const_cast<SlotType&>(current).block.redo = 1;
-        if (p.out_by_map)
+        if (uniform(current.out_by_map))
             store_by_map(current, out);
         else
             store_directly(current, out);
@@ -71,7 +71,8 @@ struct WarpResults {
     __device__ __forceinline__ void put_back(int tile) const {
         __syncwarp();
         auto& block = reinterpret_cast<BlockWork<T, Score>*>(rooms.memory)[threadIdx.x / 32];
-        if (!block.begin_by_warp(p.attention, tile, Tile::kQueries, Tile::kWidth, Tile::kKeys))
+        if (!block.template begin_by_warp<int>(p.attention, tile, Tile::kQueries, Tile::kWidth,
+                                               Tile::kKeys))
             return;
         const Output<T> output(p.attention, block.index, block.work.split);
         for (int own = 0; own < 16; ++own) {

@@ -38,6 +38,24 @@ __device__ __forceinline__ void cluster_store(unsigned address, double value) {
     asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
 }
 
+// Reads two or four numbers, aligned to all of them.
+__device__ __forceinline__ float2 cluster_load_pair(unsigned address) {
+    float2 x;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(x.x), "=f"(x.y)
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+__device__ __forceinline__ float4 cluster_load_four(unsigned address) {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+
 // Starts to write two numbers at `address`, aligned to both of them; their bytes count at `barrier`
 // of the same block.
 __device__ __forceinline__ void cluster_send(unsigned address, float a, float b, unsigned barrier) {

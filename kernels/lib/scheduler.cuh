@@ -113,32 +113,59 @@ struct TileRange {
 
 // ------------------------------------------------------------------- blocks that take many tiles
 
-constexpr int64 kNoTile = -1, kNoMoreTiles = -2;
+constexpr int kNoTile = -1, kNoMoreTiles = -2;
 
-// The tile that block `block` of `blocks` takes in round `round` of a grid of `tiles`, `rows` of
-// them row tiles of one entry; kNoTile if it has none in this round.
+// How the row tiles of a grid, `rows` of one entry and `tiles` of all, are dealt out to `blocks`.
 //
 // Blocks take pairs: of the row tiles of an entry the longest under a causal mask with the
 // shortest, and so on, so that all pairs are equally long whatever the mask; neighbouring blocks
 // read the same keys. Pairs that are too few for all blocks are divided among two as far as they
 // go.
-__device__ __forceinline__ int64 tile_of_round(unsigned rows, unsigned tiles, unsigned blocks,
-                                               unsigned block, int64 round) {
-    const unsigned in_entry = (rows + 1) / 2, pairs = tiles / rows * in_entry;
-    const unsigned whole = pairs / blocks * 2, left = pairs % blocks;
-    unsigned pair = unsigned(round / 2) * blocks + block, member = round % 2;
-    if (round >= whole) {
-        if (block >= left) {  // at most the second of another block's pair
-            if (round > whole || block >= 2 * left) return kNoMoreTiles;
+struct Deal {
+    unsigned rows, in_entry, blocks, whole, left;  // pairs of an entry, for every block, left over
+
+    __device__ __forceinline__ Deal(unsigned rows, unsigned tiles, unsigned blocks)
+        : rows(rows), in_entry((rows + 1) / 2), blocks(blocks) {
+        const unsigned pairs = tiles / rows * in_entry;
+        whole = pairs / blocks;
+        left = pairs % blocks;
+    }
+
+    // Rounds in which a block takes a tile, or none.
+    __device__ __forceinline__ unsigned rounds(unsigned block) const {
+        const unsigned more = block >= left ? block < 2 * left : block + left < blocks ? 1 : 2;
+        return 2 * whole + more;
+    }
+
+    // The tile that a block takes in one of its rounds, or kNoTile.
+    __device__ __forceinline__ int tile(unsigned block, unsigned round) const {
+        unsigned pair = round / 2 * blocks + block, member = round % 2;
+        if (round >= 2 * whole && block >= left) {  // the second of another block's pair
             pair -= left;
             member = 1;
-        } else if (round > whole && (round > whole + 1 || block + left < blocks)) {
-            return kNoMoreTiles;
         }
+        const unsigned row = pair % in_entry, other = rows - 1 - row;
+        if (member && row == other) return kNoTile;
+        return int(pair / in_entry * rows + (member ? other : row));
     }
-    const unsigned row = pair % in_entry, other = rows - 1 - row;
-    if (member && row == other) return kNoTile;
-    return int64(pair / in_entry) * rows + (member ? other : row);
+};
+
+// The tile that block `block` of `blocks` takes in round `round`; kNoTile if it has none in this
+// round. Of the `rows` row tiles of an entry the first `single` may be empty: they are in no pair,
+// and come when all pairs are dealt out, first to the last blocks, which had the fewest. A grid has
+// fewer than 2^31 tiles.
+__device__ __forceinline__ int tile_of_round(unsigned rows, unsigned single, unsigned tiles,
+                                             unsigned blocks, unsigned block, unsigned round) {
+    const unsigned entries = tiles / rows, paired = rows - single;
+    const Deal pairs(paired, entries * paired, blocks);
+    const unsigned before = pairs.rounds(block);
+    if (round < before) {
+        const int tile = pairs.tile(block, round);
+        return single == 0 || tile < 0 ? tile : tile + (unsigned(tile) / paired + 1) * single;
+    }
+    const unsigned tile = (round - before) * blocks + (blocks - 1 - block);
+    if (tile >= entries * single) return kNoMoreTiles;
+    return int(tile + tile / single * paired);
 }
 
 }  // namespace cuflash

@@ -52,7 +52,7 @@ def kernels() -> list[KernelName]:
     names = [
         name
         for dtype in FLOATS
-        for name in (*attention_kernels(dtype), *attention_vjp_kernels(dtype, limits))
+        for name in (*attention_kernels(dtype, limits), *attention_vjp_kernels(dtype, limits))
         if _CAPABLE.get(name.source, bool)(int(limits.compute_capability))
     ]
     if int(limits.compute_capability) < 80:

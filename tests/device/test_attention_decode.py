@@ -129,22 +129,49 @@ def test_packed_rows_have_the_bits_of_rows_alone(name, splits):
             np.testing.assert_array_equal(packed, other)
 
 
-def test_a_captured_call_reads_the_lengths_anew():
-    problem = Decode(2, 2, 8, 1, 4000, 128, 128)
+@pytest.mark.parametrize("splits", [None, 5])
+def test_nonfinite_values_reach_the_rows_that_see_them(splits):
+    """In whichever share they are, of a cluster or not; no other's bits change."""
+    q, k, v = Decode(4, 2, 3, 4, 6000, 128, 128).inputs()
+    call = partial(
+        cuflash.flash_attention,
+        *map(to_device, (q, k)),
+        causal=True,
+        window=(2999, None),
+        method="mma",
+        enable_gqa=True,
+        num_splits=splits,
+    )
+    before = call(to_device(v)).view(np.uint16)
+    v[:, :, 2999, 3], v[:, :, 5998, 5] = np.nan, np.inf
+    after = call(to_device(v)).view(np.uint16)
+    changed = np.zeros((4, 128), np.bool)
+    changed[:3, 3] = changed[2:, 5] = True  # query i sees keys 2997 + i to 5996 + i
+    # Exponents of ones alone are those of NaN and infinity.
+    infinite = cupy.asnumpy(after & 0x7F80) == 0x7F80
+    np.testing.assert_array_equal(infinite, np.broadcast_to(changed, infinite.shape))
+    np.testing.assert_array_equal(cupy.asnumpy(after)[~infinite], cupy.asnumpy(before)[~infinite])
+
+
+@pytest.mark.parametrize("splits", [None, 6])
+def test_a_captured_call_reads_the_lengths_anew(splits):
+    problem = Decode(4, 2, 8, 1, 4000, 128, 128)
     q, k, v = arrays = problem.inputs()
-    lengths = cupy.zeros((2, 1), np.int32)
-    options = {**problem.options(), "key_lengths": lengths, "num_splits": 6}
+    lengths = cupy.zeros((4, 1), np.int32)
+    options = {**problem.options(), "key_lengths": lengths, "num_splits": splits}
     operands = [to_device(x) for x in arrays]
     out = poisoned(*q.shape, dtype=problem.dtype)
     lse = poisoned(*q.shape[:-1], dtype=np.float32)
-    need = cuflash.workspace_size(*operands, num_splits=6, key_lengths=lengths, enable_gqa=True)
+    need = cuflash.workspace_size(
+        *operands, num_splits=splits, key_lengths=lengths, enable_gqa=True
+    )
     call = partial(
         cuflash.flash_attention,
         *operands,
         **options,
         out=out,
         lse=lse,
-        workspace=cupy.empty(need, np.uint8),
+        workspace=cupy.empty(max(1, need), np.uint8),
     )
     call()
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -152,7 +179,7 @@ def test_a_captured_call_reads_the_lengths_anew():
         stream.begin_capture()
         call()
         graph = stream.end_capture()
-    for counts in ((4000, 1), (0, 3999)):
+    for counts in ((4000, 1, 2000, 7), (0, 3999, 5, 4000)):
         lengths.set(np.array(counts, np.int32)[:, None])
         lse.fill(np.nan)
         cupy.cuda.Device().synchronize()

@@ -1,5 +1,6 @@
 """Sequences end to end on a GPU: the laws of the kit, and ends that live there."""
 
+import itertools
 from functools import partial
 
 import cupy
@@ -11,7 +12,7 @@ import cuflash
 from cuflash.testing.bounds import assert_attention_close, expect_attention
 from cuflash.testing.strategies import varlen_problems
 from cuflash.testing.varlen import VARLEN_PROPERTIES
-from tests.device.test_attention import METHODS, by_family, normal, on_device
+from tests.device.test_attention import BFLOAT16, METHODS, by_family, normal, on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
@@ -48,6 +49,28 @@ def test_many_sequences(where, dtype):
         own = [cupy.asnumpy(x) for x in (q[:, rows], k[:, keys], v[:, keys])]
         expected = expect_attention(*own, **options)
         assert_attention_close(cupy.asnumpy(out[:, rows]), cupy.asnumpy(lse[:, rows]), expected)
+
+
+@pytest.mark.parametrize(("d", "causal"), [(64, False), (128, True)])
+def test_tiles_of_one_sequence_and_others(d, causal):
+    """Whole tiles leave by other means than those with another sequence's rows behind their own."""
+    lengths = np.array([256, 0, 150, 256, 1])
+    ends = np.concatenate([[0], lengths.cumsum()])
+    tokens = ends[-1] + 40  # of no sequence
+    q, k, v = (normal(seed, 2, tokens, d, dtype=BFLOAT16) for seed in range(3))
+    out, lse = normal(3, *q.shape, dtype=BFLOAT16), cupy.full(q.shape[:2], np.nan, np.float32)
+    out.view(np.uint16).fill(0x7FC0)  # NaN
+    call = partial(cuflash.flash_attention_varlen, q, k, v, causal=causal, num_splits=1)
+    call(*map(cupy.asarray, (ends, ends)), out=out, lse=lse)
+    for start, end in itertools.pairwise(ends):
+        rows = slice(start, end)
+        if start == end:
+            continue
+        own = [cupy.asnumpy(x[:, rows]) for x in (q, k, v)]
+        expected = expect_attention(*own, causal=causal)
+        assert_attention_close(cupy.asnumpy(out[:, rows]), cupy.asnumpy(lse[:, rows]), expected)
+    assert not cupy.asnumpy(out[:, ends[-1] :]).any()
+    assert (cupy.asnumpy(lse[:, ends[-1] :]) == -np.inf).all()
 
 
 def test_ends_on_the_device_are_not_read_by_the_host():

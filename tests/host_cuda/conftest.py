@@ -12,7 +12,7 @@ FINDERS = {
     "MmaTile": "mma_tile",
     "DmmaTile": "dmma_tile",
     "Tf32Tile": "tf32_tile",
-    "DecodeTile": "decode_tile",
+    "DecodeChoice": "decode_choice",
 }
 
 

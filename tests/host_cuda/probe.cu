@@ -141,17 +141,18 @@ __global__ void push(const __grid_constant__ Parameters p) {
     for (int64 i = 0; i < p.count; ++i) to[3 + i] = state.weight(data<A>(p)[i]) * state.scale();
 }
 
-// Of data[0] row tiles an entry and data[1] tiles: result[t] counts how often tile t is taken,
-// result[tiles + b] how long block b works if the tiles of an entry take rows, ..., 2, 1.
+// Of data[0] row tiles an entry, the first data[2] of which are single, and data[1] tiles:
+// result[t] counts how often tile t is taken, result[tiles + b] how long block b works if the tiles
+// of an entry take rows, ..., 2, 1, and single ones nothing.
 __global__ void deal(const __grid_constant__ Parameters p) {
-    const unsigned rows = data<int>(p)[0], tiles = data<int>(p)[1];
+    const unsigned rows = data<int>(p)[0], tiles = data<int>(p)[1], single = data<int>(p)[2];
     int* const to = result<int>(p);
-    for (int64 round = 0;; ++round) {
-        const int64 tile = tile_of_round(rows, tiles, gridDim.x, blockIdx.x, round);
+    for (unsigned round = 0;; ++round) {
+        const int tile = tile_of_round(rows, single, tiles, gridDim.x, blockIdx.x, round);
         if (tile == kNoMoreTiles) break;
         if (tile == kNoTile) continue;
         to[tile] += 1;
-        to[tiles + blockIdx.x] += int(rows - tile % rows);
+        if (tile % rows >= single) to[tiles + blockIdx.x] += int(rows - tile % rows);
     }
 }
 

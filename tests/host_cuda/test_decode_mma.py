@@ -12,9 +12,10 @@ from cuflash.device.attention_plans_decode import (
     DECODE_TILES,
     DecodeTile,
     Packing,
-    decode_splits,
-    decode_tile,
+    clusters,
+    decode_choice,
     packing,
+    shares_of,
 )
 from cuflash.device.attention_plans_mma import MmaTile
 from cuflash.problem import ArraySpec, AttentionArrays, AttentionProblem
@@ -28,7 +29,13 @@ pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler
 
 BATCH, HEADS, GROUP, TK = 2, 6, 3, 300
 LENGTHS = np.array([[TK - 7], [131]])
-A100 = replace(H200, compute_capability="80", shared_per_sm=164 << 10, shared_per_block=163 << 10)
+A100 = replace(
+    H200,
+    compute_capability="80",
+    cluster_blocks=1,
+    shared_per_sm=164 << 10,
+    shared_per_block=163 << 10,
+)
 A10 = replace(H200, compute_capability="86", shared_per_sm=100 << 10, shared_per_block=99 << 10)
 attend = partial(cuflash.flash_attention, method="mma", enable_gqa=True, return_lse=True)
 
@@ -60,7 +67,7 @@ def options(tq, seed=0):
 def test_tile(choice, full, monkeypatch, plans_of_one_tile):
     """Columns to fill up, groups of heads, ragged keys with NaN behind them, two shares."""
     executor = use(monkeypatch)
-    plans_of_one_tile(choice.tile)
+    plans_of_one_tile(choice)
     q, k, v = operands(5, choice.features - 3, choice.values)
     k[:, :, LENGTHS.max() :] = v[:, :, LENGTHS.max() :] = np.nan
     chosen = options(5) if full else {"causal": True, "key_lengths": LENGTHS}
@@ -99,6 +106,43 @@ def test_any_axes_and_strides_are_packed(monkeypatch):
     out, lse = cuflash.flash_attention(q, k, v, method="mma", return_lse=True)
     assert_attention_close(out, lse, expect_attention(q, k, v))
     assert executor.launched[0].grid == 2 * 3 * 2, "20 rows of a group are two blocks of 10"
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_groups_of_sequences_end_to_end(splits, monkeypatch):
+    """Heads that share keys are packed; of a sequence with more queries than fit, several blocks
+    have the bits that one of its rows alone has."""
+    executor = use(monkeypatch)
+    rng = np.random.default_rng(splits)
+    ends_q, ends_k = np.array([0, 1, 2, 2, 12, 13]), np.array([0, 90, 90, 400, 800, 801])
+    shapes = (HEADS, 15, 64), (HEADS // GROUP, 820, 64), (HEADS // GROUP, 820, 64)
+    q, k, v = (rng.normal(size=shape).astype(np.float16) for shape in shapes)
+    chosen = {
+        "causal": True,
+        "key_lengths": np.array([80, 0, 310, 388, 1]),
+        "alibi_slopes": rng.normal(size=HEADS).astype(np.float32) / 8,
+        "sinks": rng.normal(size=HEADS).astype(np.float32),
+        "num_splits": splits,
+        "method": "mma",
+        "return_lse": True,
+        "enable_gqa": True,
+    }
+    packed = cuflash.flash_attention_varlen(q, k, v, ends_q, ends_k, **chosen)
+    repeated = (np.repeat(x, GROUP, axis=0) for x in (k, v))
+    alone = cuflash.flash_attention_varlen(q, *repeated, ends_q, ends_k, **chosen)
+    grids = [launch.grid for launch in executor.launched if "decode" in launch.kernel.expression]
+    assert grids == [2 * (3 + 5) * splits, HEADS * (1 + 5) * splits]
+    for one, other in zip(packed, alone, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for name in ("num_splits", "method", "return_lse"):
+        del chosen[name]
+    lengths = chosen.pop("key_lengths")
+    for e, length in enumerate(lengths):
+        rows, keys = slice(*ends_q[e : e + 2]), slice(*ends_k[e : e + 2])
+        expected = expect_attention(
+            q[:, rows], k[:, keys], v[:, keys], **chosen, key_lengths=int(length)
+        )
+        assert_attention_close(*(x[:, rows] for x in packed), expected)
 
 
 def test_nonfinite_values_reach_the_rows_that_see_them(monkeypatch):
@@ -175,10 +219,10 @@ def test_the_largest_shared_axis_is_the_group():
 
 
 def test_tiles_by_device():
-    taken = {decode_tile(problem_of(1, 8, 8, d=d), g) for d in (64, 128, 256) for g in (H200, A100)}
-    assert taken == {choice.tile for choice in DECODE_TILES}
-    assert decode_tile(problem_of(16, 8, 8), H200) is not None
-    assert decode_tile(problem_of(17, 8, 8), H200) is None
+    problems = [problem_of(1, 8, 8, d=d) for d in (64, 128, 256)]
+    assert {decode_choice(p, g) for p in problems for g in (H200, A100)} == {*DECODE_TILES}
+    assert decode_choice(problem_of(16, 8, 8), H200) is not None
+    assert decode_choice(problem_of(17, 8, 8), H200) is None
     for d, kind in ((64, DecodeTile), (128, DecodeTile), (256, MmaTile)):
         out = ArraySpec.of(np.broadcast_to(np.zeros((), np.float16), (2, 8, 1, 1, d)))
         plan = attention_plans.plan_attention(problem_of(1, 8, 8, d=d), out, None, A10)
@@ -186,34 +230,81 @@ def test_tiles_by_device():
 
 
 @pytest.mark.parametrize(
-    ("groups", "tk", "wanted"),
+    ("groups", "tk", "apart", "clustered"),
     [
-        (8, 65536, 32),  # 256 blocks, which run at once
-        (64, 8192, 4),
-        (32, 65536, 8),
-        (8, 8192, 32),
-        (8, 2048, 8),  # shares of 4 tiles, no shorter ones
-        (512, 8192, 1),  # two turns without shares
-        (64, 2048, 1),  # half of the places, yet a merge takes longer than it saves
-        (8, 512, 1),
-        (264, 8192, 1),
-        (296, 8192, 2),  # 32 blocks of a second turn would leave the device to wait
-        (0, 0, 1),
+        (8, 65536, 32, 8),  # 256 blocks, which run at once
+        (64, 8192, 4, 2),
+        (32, 65536, 8, 8),  # clusters of 2 would be 64 blocks, which stream less than memory gives
+        (8, 8192, 32, 8),
+        (8, 2048, 8, 8),  # no shorter shares than of 4 tiles, in clusters of 2 larger ones
+        (2, 65536, 132, 132),  # clusters would leave most of the device without work
+        (512, 8192, 1, 1),  # two turns without shares
+        (64, 2048, 1, 2),  # half of the places, yet a launch takes longer than it saves
+        (8, 256, 1, 1),
+        (264, 8192, 1, 1),
+        (296, 8192, 2, 2),  # 32 blocks of a second turn would leave the device to wait
+        (0, 0, 1, 1),
     ],
 )
-def test_shares(groups, tk, wanted):
-    tile = decode_tile(problem_of(1, 8, 8, d=128), H200)
-    assert decode_splits(groups, -(-tk // tile.keys), tile, H200) == wanted
+def test_shares(groups, tk, apart, clustered):
+    choice = decode_choice(problem_of(1, 8, 8, d=128), H200)
+    alone = shares_of(groups, tk, choice, replace(H200, cluster_blocks=1))
+    assert alone == (apart, None)
+    found = shares_of(groups, tk, choice, H200)
+    assert found.splits == clustered
+    assert found.clustered == (None if clustered == apart and found == alone else choice.clustered)
+
+
+def test_clusters_that_run_at_once():
+    """As the driver counts them for blocks that fill a multiprocessor (docs/kernels.md)."""
+    assert [clusters(blocks, H200) for blocks in (2, 4, 8, 16)] == [66, 30, 15, 7]
+    assert clusters(2, A100) == 0
+
+
+def test_a_cluster_merges_its_shares():
+    """In the forward's launch, without a workspace; elsewhere, and if asked for, it takes both."""
+    for limits, given, options, cluster in (
+        (H200, None, {}, 8),
+        (H200, None, {"softcap": 3.0}, 1),
+        (H200, 8, {}, 1),
+        (A100, None, {}, 1),
+    ):
+        problem = problem_of(1, 32, 8, tk=8192, d=128, batch=1, num_splits=given, **options)
+        out = ArraySpec.of(np.zeros(problem.out_shape, np.float16))
+        plan = attention_plans.plan_attention(problem, out, None, limits)
+        assert plan.cluster == cluster
+        assert plan.splits >= 8
+        assert plan.forward.grid == 8 * plan.splits
+        assert plan.forward.kernel.expression.endswith(", 8>") == (cluster == 8)
+        assert (plan.combine is None) == (cluster == 8) == (plan.workspace == 0)
+        assert attention_plans.workspace_bytes(problem, limits) == plan.workspace
+
+
+def test_sequences_may_take_less_than_the_workspace_of_their_tokens():
+    """Whose number `workspace_size` is not told; shares are those of sequences of mean length."""
+    q, k = np.zeros((32, 64, 64), np.float16), np.zeros((8, 1, 9000, 64), np.float16)
+    ends_q, ends_k = np.arange(65), np.arange(65) * 140
+    arrays = AttentionArrays(
+        q.reshape(8, 4, 64, 64), k, k, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k
+    )
+    for given, splits, needed in ((None, 1, False), (3, 3, True)):
+        problem = AttentionProblem.of(arrays, num_splits=given, method="mma")
+        out = ArraySpec.of(np.zeros(problem.out_shape, np.float16))
+        plan = attention_plans.plan_attention(problem, out, None, H200)
+        assert isinstance(plan.tile, DecodeTile)
+        assert plan.splits == splits
+        assert plan.forward.grid == 8 * (16 + 64) * splits, "four queries of four heads a block"
+        assert (plan.workspace > 0) == needed == (plan.combine is not None)
+        assert attention_plans.workspace_bytes(problem, H200) >= plan.workspace
 
 
 def test_shares_scale_with_the_device():
     """Half a device has half the places and half the rate, for half the groups."""
-    tile = DECODE_TILES[0].tile
+    choice = DECODE_TILES[0]._replace(clustered=None)
     half = replace(H200, multiprocessors=H200.multiprocessors // 2)
-    for groups, tiles in ((8, 1024), (64, 128), (64, 32), (296, 128), (512, 128)):
-        assert decode_splits(groups, tiles, tile, H200) == decode_splits(
-            groups // 2, tiles, tile, half
-        )
+    for groups, keys in ((8, 131072), (64, 16384), (64, 4096), (296, 16384), (512, 16384)):
+        of_half = shares_of(groups // 2, keys, choice, half)
+        assert shares_of(groups, keys, choice, H200) == of_half
 
 
 # ---------------------------------------------------------------------------------- planted faults
@@ -221,7 +312,7 @@ def test_shares_scale_with_the_device():
 DECODE = "attention/decode_mma.cu"
 FAULTS = {
     "a warp's sums are not rescaled": Edit(
-        DECODE, "= exp2_approximate(states[w][r].x - reference);", "= 1;"
+        DECODE, "= exp2_approximate(states[i].x - sums.reference);", "= 1;"
     ),
     "a stage is overwritten early": Edit(
         DECODE, "wait_for_copies<kStages - 2>();", "wait_for_copies<kStages - 1>();"

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("cupy", reason="kernels are compiled through CuPy")
 
 from cuflash.device.attention_plans import SIMT_TILES, attention_kernels
-from cuflash.device.attention_plans_decode import DECODE_TILES
+from cuflash.device.attention_plans_decode import CLUSTER_SHARES, DECODE_TILES
 from cuflash.device.attention_plans_dmma import DMMA_CAPABILITIES, DMMA_TILES
 from cuflash.device.attention_plans_mma import MMA_TILES, sm75_kernels
 from cuflash.device.attention_plans_tf32 import TF32_TILES
@@ -81,14 +81,19 @@ def capable(expression):
         return ("sm_90a",)
     if "_dmma" in expression:
         return tuple(a for a in ARCHITECTURES if a[3:].removesuffix("a") in DMMA_CAPABILITIES)
-    if is_staged(expression):
+    if is_staged(expression) or is_clustered(expression):
         return ARCHITECTURES[4:]
     return ARCHITECTURES[1:] if is_mma(expression) else ARCHITECTURES
 
 
+def is_clustered(expression):
+    """Tell whether a kernel's blocks make up clusters."""
+    return "_cluster<" in expression
+
+
 def home_of(dtype, expression):
     """Return where the figures of a kernel are measured."""
-    return "sm_90a" if is_staged(expression) else HOME[dtype]
+    return "sm_90a" if is_staged(expression) or is_clustered(expression) else HOME[dtype]
 
 
 def is_compiled(dtype, architecture, expression):
@@ -206,6 +211,8 @@ def test_every_variant_is_compiled_once():
     by_family = Counter(k.expression.split("<")[0][9:] for k in attention_kernels(BFLOAT16))
     assert by_family["forward_mma"] == sum(7 if choice.steps else 2 for choice in MMA_TILES)
     assert by_family["decode_mma"] == 2 * len(DECODE_TILES)
+    clustered = sum(choice.clustered is not None for choice in DECODE_TILES)
+    assert by_family["decode_mma_cluster"] == clustered * len(CLUSTER_SHARES)
     plain = sum(1 if choice.diagonal else 2 for choice in WGMMA_TILES)
     assert by_family["forward_wgmma"] == plain + 3 * 4
     gradients = [k for k in attention_vjp_kernels(BFLOAT16) if "_wgmma" in k.expression]
