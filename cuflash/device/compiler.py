@@ -37,7 +37,8 @@ class Launch(NamedTuple):
     """How a kernel is started: all but its parameters. Threads are along x.
 
     `staying` is 0, or the blocks of a cluster where clusters stay until all work is done: then no
-    more of the grid is started than fits on the device at a time.
+    more of the grid is started than fits on the device at a time. `clears` is 0, or where in the
+    parameter block the address of the int lies that the kernel makes 0, and does nothing else.
     """
 
     kernel: KernelName
@@ -45,6 +46,7 @@ class Launch(NamedTuple):
     block: int
     shared_bytes: int = 0
     staying: int = 0
+    clears: int = 0
 
 
 @cache

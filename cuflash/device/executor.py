@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -128,6 +129,10 @@ class CurrentDevice:
         cupy.cuda.driver.CUDADriverError
             The launch was refused.
         """
+        if launch.clears:  # at 5 us less than by a kernel
+            (address,) = struct.unpack_from("@P", parameters.tobytes(), launch.clears)
+            cupy.cuda.runtime.memsetAsync(address, 0, 4, self.stream.ptr)
+            return
         ready(launch, self.device)((parameters,), stream=self.stream)
 
 

@@ -134,9 +134,9 @@ def regime(plan: SoftmaxPlan) -> str:
     These are `short` and `stream` for contiguous rows of few bytes and for many long ones,
     `columns` for rows side by side and `split` for few long rows.
     """
-    first = _name(plan.launches[0].kernel)
-    ways = {"columns": "columns", "split_states": "split", "short_rows": "short"}
-    return {**ways, "stream": "stream"}.get(first, plan.method)
+    last = _name(plan.launches[-1].kernel)
+    ways = {name: name for name in ("columns", "split", "stream")} | {"short_rows": "short"}
+    return ways.get(last, plan.method)
 
 
 def residency(
@@ -155,7 +155,7 @@ def residency(
         The method cannot run rows of this length.
     """
     plan = plan_rows(limits, dtype, rows, length, method=method, axis=axis)
-    launch, taken = plan.launches[0], regime(plan)
+    launch, taken = plan.launches[-1], regime(plan)
     compiled = _compiled(launch.kernel, limits.compute_capability)
     shared = launch.shared_bytes + compiled.shared
     blocks = resident_blocks(limits, launch.block, shared, compiled.registers)

@@ -189,6 +189,8 @@ def softmax_kernels(dtype: np.dtype, *, clusters: bool = True) -> Iterator[Kerne
     for operation in forward:
         for length in SHORT_LENGTHS[dtype.itemsize]:
             yield _kernel("short", "short_rows", dtype, operation, None, length)
+    if clusters:
+        yield _BEGIN_DEALING
     for operation in _STREAMED if clusters else ():
         shapes = STREAM_SHAPES[dtype.itemsize, operation in _REDUCED_VJPS]
         yield from dict.fromkeys(_stream_kernel(dtype, operation, shape) for shape in shapes)
@@ -197,6 +199,10 @@ def softmax_kernels(dtype: np.dtype, *, clusters: bool = True) -> Iterator[Kerne
             most = tile.blocks if clusters else 1
             for blocks in _powers_of_two(most) if tile.held else sorted({1, most}):
                 yield _columns_kernel(dtype, operation, tile, blocks)
+
+
+#: No row has been dealt out to a cluster.
+_BEGIN_DEALING = KernelName("softmax/stream.cu", "cuflash::begin_dealing")
 
 
 def _stream_kernel(dtype: np.dtype, operation: str, shape: StreamShape) -> KernelName:
@@ -252,7 +258,7 @@ def plan_softmax(
     if not math.prod(outputs[0].shape):
         launches: tuple[Launch, ...] = ()
     elif plan.streamed is not None:
-        launches = (plan.stream(plan.streamed),)
+        launches = plan.stream(plan.streamed)
     elif problem.operation in _FORWARD:
         if short and rows.contiguous():
             launches = (plan.short(),)
@@ -355,7 +361,7 @@ class _Planner:
     def workspaces(self, method: str) -> tuple[tuple[int, ...], int]:
         """Return where pointers to workspaces belong, and how many bytes each has."""
         if self.streamed is not None:
-            return (), 0
+            return (_OFFSETS["states"],), CHUNK
         entry = self._rows.rows * accumulator(self._rows.dtype).itemsize
         if method == "naive":
             return tuple(map(_pointer_offset, STATISTICS)), entry
@@ -395,14 +401,17 @@ class _Planner:
             )
         return (self._launch("online", "online", self._operation()),)
 
-    def stream(self, shape: StreamShape) -> Launch:
+    def stream(self, shape: StreamShape) -> tuple[Launch, ...]:
         """Return the kernel for many long rows: no more clusters than there can be at a time."""
-        return Launch(
-            _stream_kernel(self._rows.dtype, self._operation(), shape),
-            grid=self._limits.multiprocessors // shape.blocks * shape.blocks,
-            block=WARP * shape.warps,
-            shared_bytes=shape.bytes(accumulator(self._rows.dtype).itemsize),
-            staying=shape.blocks,
+        return (
+            Launch(_BEGIN_DEALING, grid=1, block=1, clears=_OFFSETS["states"]),
+            Launch(
+                _stream_kernel(self._rows.dtype, self._operation(), shape),
+                grid=self._limits.multiprocessors // shape.blocks * shape.blocks,
+                block=WARP * shape.warps,
+                shared_bytes=shape.bytes(accumulator(self._rows.dtype).itemsize),
+                staying=shape.blocks,
+            ),
         )
 
     def short(self) -> Launch:

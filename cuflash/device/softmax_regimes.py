@@ -84,7 +84,7 @@ class StreamShape:
 
     def bytes(self, accumulator_bytes: int) -> int:
         """Return the bytes of shared memory of a block: an exchange, and the warps' stages."""
-        exchange = 16 + 2 * self.blocks * self.warps * 2 * accumulator_bytes
+        exchange = 32 + 2 * self.blocks * self.warps * 2 * accumulator_bytes
         stages = self.warps * STREAM_STAGES[self.warps] * (STAGE_BYTES + 8)
         return -(-exchange // 128) * 128 + stages
 
@@ -98,13 +98,15 @@ STAGE_BYTES, STREAM_STAGES = 2048, {16: 6, 8: 13}
 #: float 32 chunks a lane, and 8 warps (0.938 at N = 2^16 and 2^18, with 16 chunks and 16 warps
 #: 0.930 and 0.927; at 2^20, half of it in shared memory, 0.887 and 0.891). 16-bit chunks have twice
 #: the elements, whose weights would fit no registers beyond 8 chunks; 8 more of scores,
-#: exponentials made twice, beat a larger cluster (N = 2^17 0.928 and 0.903; 2^19 0.927 and 0.821)
-#: but at 512 KB, where 8 blocks need no such (0.940; 4 blocks 0.926). float64 spills with 16 chunks
-#: and 16 warps, and what 8 chunks leave in shared memory costs nothing (2^14 0.915, all in
-#: registers 0.917; 2^16 0.859 and 0.787).
+#: exponentials made twice, beat a larger cluster (N = 2^17 0.928 and 0.903; 2^18 0.967 and 0.919 as
+#: rows are dealt out now; 2^19 0.927 and 0.821). float64 spills with 16 chunks and 16 warps, and
+#: what 8 chunks leave in shared memory costs nothing (2^14 0.915, all in registers 0.917; 2^16
+#: 0.859 and 0.787).
 STREAM_SHAPES: dict[tuple[int, bool], tuple[StreamShape, ...]] = {
     (2, False): (
+        StreamShape(1 << 17, 1, 16, 8),
         StreamShape(1 << 18, 2, 16, 8),
+        StreamShape(1 << 19, 4, 16, 8),
         StreamShape(1 << 20, 8, 16, 8),
         StreamShape(1 << 21, 16, 16, 8),
         StreamShape(1 << 22, 16, 8, 32),
@@ -131,9 +133,10 @@ STREAM_SHAPES |= {
 #: Longest rows, in bytes, of each operand, that are left to what holds a row in a block, by bytes
 #: of an element and whether there are two operands: it needs no ring while two blocks take turns
 #: (16-bit rows of 64 KB 0.958, streamed 0.912; gradients of 32 KB 1.04), nor where one block's
-#: prefetch keeps memory busy (float of 128 KB 0.963, streamed 0.923; 16 bits 0.934 and 0.928).
-#: float64 computes for longer (0.831, streamed 0.915).
-UNSTREAMED_BYTES = {(2, False): 1 << 17, (4, False): 1 << 17, (8, False): 1 << 16}
+#: prefetch keeps memory busy (float of 128 KB 0.979, streamed 0.957). 16 bits and float64 compute
+#: for longer (bfloat16 of 128 KB 0.923, streamed 0.941, float16 0.958 and 0.958; float64 0.831 and
+#: 0.915).
+UNSTREAMED_BYTES = {(2, False): 1 << 16, (4, False): 1 << 17, (8, False): 1 << 16}
 UNSTREAMED_BYTES |= {(itemsize, True): 1 << 15 for itemsize in (2, 4, 8)}
 #: Least rows for each cluster that there may be: they are dealt out evenly, so that with fewer the
 #: last round could cost more than streaming gains (264 rows of 2^16 in float32, 4 rounds: 0.895,

@@ -56,8 +56,15 @@ __device__ __forceinline__ float4 cluster_load_four(unsigned address) {
     return x;
 }
 
-// Starts to write two numbers at `address`, aligned to both of them; their bytes count at `barrier`
-// of the same block.
+// Starts to write one number or two at `address`, aligned to all of them; their bytes count at
+// `barrier` of the same block.
+__device__ __forceinline__ void cluster_send(unsigned address, int a, unsigned barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+            address),
+        "r"(a), "r"(barrier)
+        : "memory");
+}
 __device__ __forceinline__ void cluster_send(unsigned address, float a, float b, unsigned barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::

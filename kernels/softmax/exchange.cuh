@@ -1,7 +1,13 @@
-// What the warps of a row tell each other, in all blocks of a cluster (sm_90).
+// What the warps of a row tell each other, in all blocks of a cluster (sm_90), and which rows are
+// theirs.
 //
 // Every warp writes its value to the shared memory of every block of the cluster, where the bytes
 // count at a barrier: no warp waits for another but for what it has to say, and none twice a row.
+//
+// Rows are dealt out one by one, as clusters come to their ends: some multiprocessors get a third
+// more of the memory's rate than others, and with as many rows for each they are done, and idle, in
+// three quarters of the time. A cluster knows kKnown rows, from the one it works on: its first
+// ones, in steps of the clusters, then one more by each exchange, along with the values.
 #pragma once
 
 #include "lib/ptx_barrier.cuh"
@@ -28,24 +34,30 @@ __device__ __forceinline__ V of_warp(V value, Combine combine) {
     return value;
 }
 
+constexpr int kKnown = 3;
+
 template <typename V, int kWarps, int kBlocks>
 class Exchange {
   public:
     // Warps of a row.
     static constexpr int kCount = kWarps * kBlocks;
 
-    // All threads, with 128-byte aligned memory. A block may write to another only once that one
-    // runs and has made its barriers.
-    __device__ __forceinline__ explicit Exchange(unsigned char* memory)
-        : rank_(kBlocks > 1 ? cluster_rank() : 0), memory_(memory) {
+    // All threads, with 128-byte aligned memory, and a number in global memory that is 0 before the
+    // launch. A block may write to another only once that one runs and has made its barriers. (A
+    // rank that is known to be 0 has ptxas spill where it does not otherwise.)
+    __device__ __forceinline__ Exchange(unsigned char* memory, int* dealt)
+        : rank_(kBlocks > 1 ? cluster_rank() : int(here(0))), memory_(memory), dealt_(dealt) {
         if (threadIdx.x == 0) {
 #pragma unroll
             for (int turn = 0; turn < 2; ++turn) {
                 barrier_begin(barrier(turn), 1);
-                barrier_arrive_expecting(barrier(turn), kCount * int(sizeof(V)));
+                barrier_arrive_expecting(barrier(turn), kBytes);
             }
             fence_barriers();
+#pragma unroll
+            for (int i = 0; i < kKnown; ++i) row_at(i) = blockIdx.x / kBlocks + i * clusters();
         }
+        deal();
         if constexpr (kBlocks > 1) {
             cluster_arrive();
             cluster_wait();
@@ -58,28 +70,39 @@ class Exchange {
     __device__ __forceinline__ int number() const { return rank_ * kWarps + threadIdx.x / 32; }
 
     __device__ __forceinline__ unsigned char* memory_end() const {
-        return memory_ + (16 + 2 * kCount * int(sizeof(V)) + 127) / 128 * 128;
+        return memory_ + (kHead + 2 * kCount * int(sizeof(V)) + 127) / 128 * 128;
     }
 
-    // Sends this warp's value and returns those of all, once they are here. Two buffers take turns:
-    // who sends for the next but one has read what all sent for the next one, and they had read.
-    __device__ __forceinline__ const V* gather(const V& value) {
-        V* values = reinterpret_cast<V*>(memory_ + 16) + turn_ * kCount;
-        const int lane = threadIdx.x % 32;
+    // The number of row i of this cluster, one of those that are known; past the end there are
+    // none.
+    __device__ __forceinline__ int row(int i) const { return row_at(i); }
+
+    // Sends this warp's value of row i and returns those of all, once they are here: then row
+    // i + kKnown is known. Two buffers take turns: who sends for the next but one has read what all
+    // sent for the next one, and they had read.
+    __device__ __forceinline__ const V* gather(const V& value, int i) {
+        const int turn = i % 2, lane = threadIdx.x % 32;
+        V* values = reinterpret_cast<V*>(memory_ + kHead) + turn * kCount;
         if (lane < kBlocks)
             send(value, cluster_address(values + number(), lane),
-                 cluster_address(memory_ + 8 * turn_, lane));
-        barrier_wait(barrier(turn_), parity_);
-        if (threadIdx.x == 0) barrier_arrive_expecting(barrier(turn_), kCount * int(sizeof(V)));
-        parity_ ^= turn_;
-        turn_ ^= 1;
+                 cluster_address(memory_ + 8 * turn, lane));
+        if (number() == 0) {
+            const int next = kKnown * clusters() + __shfl_sync(kFullWarp, next_, 0);
+            if (lane < kBlocks)
+                cluster_send(cluster_address(&row_at(i + kKnown), lane), next,
+                             cluster_address(memory_ + 8 * turn, lane));
+            deal();
+        }
+        barrier_wait(barrier(turn), i / 2 % 2);
+        if (threadIdx.x == 0) barrier_arrive_expecting(barrier(turn), kBytes);
         return values;
     }
 
-    // Calls visit(value) for this lane's share of the values.
+    // Calls visit(value) for this lane's share of the values: two at a time, as registers are all
+    // taken by the row, but all of float64, where the latency of each would tell.
     template <typename Visit>
     static __device__ __forceinline__ void for_each(const V* values, Visit visit) {
-#pragma unroll
+#pragma unroll(sizeof(V) == 16 ? 16 : 2)
         for (int first = 0; first < kCount; first += 32) {
             const int i = first + threadIdx.x % 32;
             if (kCount % 32 == 0 || i < kCount) visit(values[i]);
@@ -87,12 +110,25 @@ class Exchange {
     }
 
   private:
+    // [a barrier for each turn][numbers of rows][values, in two turns]
+    static constexpr int kHead = 16 + 4 * (kKnown + 1), kBytes = kCount * int(sizeof(V)) + 4;
+
     int rank_;
     unsigned char* memory_;
-    int turn_ = 0, parity_ = 0;
+    int* dealt_;
+    int next_ = 0;  // of thread 0: rows dealt out before the one to be told
 
     __device__ __forceinline__ unsigned barrier(int turn) const {
         return shared_address(memory_ + 8 * turn);
+    }
+    static __device__ __forceinline__ int clusters() { return gridDim.x / kBlocks; }
+    // A place more than rows are known: who is told another has done with the one before its own.
+    __device__ __forceinline__ int& row_at(int i) const {
+        return reinterpret_cast<int*>(memory_ + 16)[i % (kKnown + 1)];
+    }
+    // Asks one exchange ahead, so that nobody waits for the answer.
+    __device__ __forceinline__ void deal() {
+        if (rank_ == 0 && threadIdx.x == 0) next_ = atomicAdd(dealt_, 1);
     }
 };
 

@@ -29,32 +29,35 @@ struct WarpPart {
 
 // A warp's parts of its rows in a ring of p.stages stages in shared memory, in the order of chunks,
 // row by row; a stage has the same chunks of all operands. What a warp has read it gives back, and
-// the next chunks take the place: nobody else is waited for.
-template <typename T, int kOperands>
+// the next chunks take the place: nobody else is waited for, but for what the next row is. `Rows`
+// tells the number of row i, of those known: kKnown at first, one more by each learn().
+template <typename T, int kOperands, typename Rows>
 class Feed {
     static constexpr int kChunks = 32 * kRun<kOperands>;  // of a stage, of each operand
-    static constexpr int kStep = kChunks * kVector<T>;
 
   public:
     // `memory`, aligned to 128 bytes, is the block's: [the warps' stages][barriers of 8 bytes].
-    // The rows, of one kept axis, are those from `row` in steps of `step`.
-    __device__ __forceinline__ Feed(const SoftmaxParameters& p, unsigned char* memory,
-                                    const WarpPart& part, int row, int step)
-        : last_(p.stages - 1), part_(part), left_(part.count) {
+    // Rows have one kept axis.
+    __device__ __forceinline__ Feed(const SoftmaxParameters& p, const Rows& rows,
+                                    unsigned char* memory, const WarpPart& part)
+        : p_(p), rows_(rows), last_(p.stages - 1), part_(part) {
         const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
         stages_ = reinterpret_cast<uint4*>(memory + warp * p.stages * kStageBytes);
         barriers_ = shared_address(memory + warps * p.stages * kStageBytes) + warp * p.stages * 8;
         for (int stage = threadIdx.x % 32; stage < p.stages; stage += 32)
             barrier_begin(barriers_ + 8 * stage, 1);
         fence_barriers();
-        rows_ = part.count && row < p.rows ? int((p.rows - row + step - 1) / step) : 0;
-#pragma unroll
-        for (int i = 0; i < kOperands; ++i) {
-            from_[i] = static_cast<const T*>(p.input[i].data) + row * p.input[i].kept_stride[0] +
-                       part.first * kVector<T>;
-            jump_[i] = step * p.input[i].kept_stride[0] - stages() * kStep;
-        }
+        begin();
         fetch(p.stages);
+    }
+
+    // Which of its cluster's rows is the present one, counted from 0.
+    __device__ __forceinline__ int number() const { return known_ - kKnown; }
+
+    // To be called once a row, when the next one after those that were known is known.
+    __device__ __forceinline__ void learn() {
+        if (row_ == known_++) begin();
+        fetch(0);
     }
 
     // Stages of a row.
@@ -112,45 +115,49 @@ class Feed {
         }
     }
 
-    // Has the oldest stages of the ring fetched anew: those that the whole warp has read.
+    // Has the oldest stages of the ring fetched anew, those that the whole warp has read, as far as
+    // rows are known.
     __device__ __forceinline__ void fetch(int count) {
         __syncwarp();
+        free_ += count;
 #pragma unroll 1
-        for (; count > 0; --count) {
-            if (rows_ == 0) return;
-            const int bytes = (left_ < kChunks ? left_ : kChunks) * 16;
+        for (; free_ > 0 && left_ > 0; --free_) {
             if (threadIdx.x % 32 == 0) {
                 const unsigned barrier = barriers_ + 8 * fetched_;
+                const int bytes = (left_ < kChunks ? left_ : kChunks) * 16;
                 barrier_arrive_expecting(barrier, kOperands * bytes);
 #pragma unroll
-                for (int i = 0; i < kOperands; ++i)
+                for (int i = 0; i < kOperands; ++i) {
+                    const T* row = static_cast<const T*>(p_.input[i].data) +
+                                   from_ * p_.input[i].kept_stride[0];
                     copy_bytes(
                         shared_address(stages_ + fetched_ * (kStageBytes / 16) + i * kChunks),
-                        from_[i], bytes, barrier);
+                        row + (part_.first + part_.count - left_) * kVector<T>, bytes, barrier);
+                }
             }
             fetched_ = next(fetched_);
             left_ -= kChunks;
-            const bool ends = left_ <= 0;
-            if (ends) {
-                left_ = part_.count;
-                --rows_;
-            }
-#pragma unroll
-            for (int i = 0; i < kOperands; ++i) from_[i] += kStep + (ends ? jump_[i] : 0);
+            if (left_ <= 0 && ++row_ < known_) begin();
         }
     }
 
   private:
+    const SoftmaxParameters& p_;
+    const Rows& rows_;
     const int last_;
     const WarpPart part_;
     uint4* stages_;
     unsigned barriers_;
     int taken_ = 0;
     unsigned parity_ = 0;
-    // What is fetched next: of rows_ rows, the first of which has left_ chunks to come.
-    const T* from_[kOperands];
-    int64 jump_[kOperands];
-    int rows_, left_, fetched_ = 0;
+    // What is fetched next: left_ chunks of row from_, its cluster's row_ of known_, to free_
+    // stages.
+    int from_ = 0, left_ = 0, row_ = 0, known_ = kKnown, free_ = 0, fetched_ = 0;
+
+    __device__ __forceinline__ void begin() {
+        from_ = rows_.row(row_);
+        if (from_ < p_.rows) left_ = part_.count;
+    }
 };
 
 }  // namespace cuflash

@@ -8,8 +8,9 @@
 // Rows have one kept axis. Each warp works on its own part of them: it waits for what it copied
 // itself, and once a row for what the others have to say.
 // Grid: clusters of kBlocks blocks of kWarps warps, as many as fit on the GPU at a time, each
-// cluster row by row; any number of them is right. Dynamic shared memory: [`Exchange`][`Feed`],
-// with more stages than a warp keeps of a row.
+// cluster row by row, as they are dealt out by p.states, an int that `begin_dealing` clears; any
+// number of them is right. Dynamic shared memory: [`Exchange`][`Feed`], with more stages than a
+// warp keeps of a row.
 #include "softmax/exchange.cuh"
 #include "softmax/feed.cuh"
 #include "softmax/fused.cuh"
@@ -19,11 +20,15 @@ namespace cuflash {
 // Weights that a lane keeps: of rows of float as many as it holds, of 16-bit ones half.
 constexpr int kStreamWeights = 64;
 
-// The states of all warps as one.
+__global__ void begin_dealing(const __grid_constant__ SoftmaxParameters p) {
+    *static_cast<int*>(p.states) = 0;
+}
+
+// The states of all warps of a cluster's row i as one.
 template <typename A, typename Exchange>
 __device__ __forceinline__ OnlineSoftmax<A> unite_warps(Exchange& exchange,
-                                                        const OnlineSoftmax<A>& state) {
-    const OnlineSoftmax<A>* states = exchange.gather(state);
+                                                        const OnlineSoftmax<A>& state, int i) {
+    const OnlineSoftmax<A>* states = exchange.gather(state, i);
     A m = -infinity<A>(), l = 0;
     exchange.for_each(states, [&](const OnlineSoftmax<A>& other) { m = maximum(m, other.m); });
     m = of_warp(m, Maximum{});
@@ -41,15 +46,14 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
     constexpr bool kReplaces = Operation::kOfWeights && sizeof(T) == sizeof(A);
     constexpr int kStages = kChunks / kRun<1>;  // of a row, in registers
     CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
-    Exchange<State, kWarps, kBlocks> exchange(memory);
+    Exchange<State, kWarps, kBlocks> exchange(memory, static_cast<int*>(p.states));
     const WarpPart part(int(p.columns / kVector<T>), exchange.number(), exchange.kCount);
-    const int first = blockIdx.x / kBlocks, step = gridDim.x / kBlocks;
-    Feed<T, 1> feed(p, exchange.memory_end(), part, first, step);
+    Feed<T, 1, decltype(exchange)> feed(p, exchange, exchange.memory_end(), part);
     const int lane = threadIdx.x % 32, stages = feed.stages();
-    T* y = static_cast<T*>(p.output[0].data) + first * p.output[0].kept_stride[0] +
-           (part.first + lane) * kVector<T>;
 
-    for (int row = first; row < p.rows; row += step, y += step * p.output[0].kept_stride[0]) {
+    for (int row; (row = exchange.row(feed.number())) < p.rows;) {
+        T* y = static_cast<T*>(p.output[0].data) + row * p.output[0].kept_stride[0] +
+               (part.first + lane) * kVector<T>;
         Held<T, Operation, kChunks, kStreamWeights> held(nullptr);
         Largest<T> top;
         feed.template take_first<kStages>([&](int s, auto chunk) {
@@ -88,7 +92,8 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
             }
         });
         group.l = of_warp(group.l, Plus{});
-        const State state = unite_warps(exchange, group);
+        const State state = unite_warps(exchange, group, feed.number());
+        feed.learn();
         held.forget_weights();
 
         const Operation operation(state, group);
@@ -121,15 +126,14 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
     stream_vjp(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
     CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
-    Exchange<Sum<A>, kWarps, kBlocks> exchange(memory);
+    Exchange<Sum<A>, kWarps, kBlocks> exchange(memory, static_cast<int*>(p.states));
     const WarpPart part(int(p.columns / kVector<T>), exchange.number(), exchange.kCount);
-    const int first = blockIdx.x / kBlocks, step = gridDim.x / kBlocks;
-    Feed<T, 2> feed(p, exchange.memory_end(), part, first, step);
+    Feed<T, 2, decltype(exchange)> feed(p, exchange, exchange.memory_end(), part);
     const int lane = threadIdx.x % 32;
-    T* dx = static_cast<T*>(p.output[0].data) + first * p.output[0].kept_stride[0] +
-            (part.first + lane) * kVector<T>;
 
-    for (int row = first; row < p.rows; row += step, dx += step * p.output[0].kept_stride[0]) {
+    for (int row; (row = exchange.row(feed.number())) < p.rows;) {
+        T* dx = static_cast<T*>(p.output[0].data) + row * p.output[0].kept_stride[0] +
+                (part.first + lane) * kVector<T>;
         Pair<T> held[kChunks];
         Sum<A> sum{A(0), A(0)};
         feed.template take_first<kChunks / kRun<2>>([&](int s, auto chunk) {
@@ -149,7 +153,8 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
             }
         });
         sum = of_warp(sum, Sum<A>{});
-        const Sum<A>* sums = exchange.gather(sum);
+        const Sum<A>* sums = exchange.gather(sum, feed.number());
+        feed.learn();
         sum = {A(0), A(0)};
         exchange.for_each(sums, [&](const Sum<A>& other) { sum = Sum<A>{}(sum, other); });
         sum = of_warp(sum, Sum<A>{});

@@ -323,14 +323,20 @@ def streams(x, *, operation="softmax", limits=H200, **options):
     method = options.pop("method", "auto")
     problem = SoftmaxProblem.of(operation, dict.fromkeys(names, x), -1, method=method, **options)
     made = plan_softmax(problem, (ArraySpec.of(x),), True, limits)
-    launch = made.launches[0]
+    *begin, launch = made.launches
     if launch.kernel.source != "softmax/stream.cu":
         assert not launch.staying
         return 0
-    assert launch.kernel in set(softmax_kernels(x.dtype))
+    assert {each.kernel for each in made.launches} <= set(softmax_kernels(x.dtype))
     blocks, fields = launch.staying, parameters(made)
     method = "cluster" if blocks > 1 else "fused"
-    assert (len(made.launches), made.method, made.workspace_bytes) == (1, method, 0)
+    assert (made.method, made.workspaces, made.workspace) == (
+        method,
+        (SOFTMAX_PARAMETERS.layout()["states"],),
+        16,
+    )
+    assert [each.kernel.expression for each in begin] == ["cuflash::begin_dealing"]
+    assert [each.clears for each in made.launches] == [made.workspaces[0], 0]
     held, warps, last = map(int, launch.kernel.expression.rstrip(">").split(", ")[2:])
     assert (last, 32 * warps, fields["parts"]) == (blocks, launch.block, blocks)
     assert launch.grid == limits.multiprocessors // blocks * blocks
@@ -339,7 +345,7 @@ def streams(x, *, operation="softmax", limits=H200, **options):
     kept = max(0, -(-(part - 512 * held) // STAGE_BYTES))
     assert kept < fields["stages"] if len(names) == 1 else kept == 0
     item = accumulator(x.dtype).itemsize
-    exchange = -(-(16 + 2 * blocks * warps * 2 * item) // 128) * 128
+    exchange = -(-(32 + 2 * blocks * warps * 2 * item) // 128) * 128
     stages = warps * fields["stages"] * (STAGE_BYTES + 8)
     assert exchange + stages == launch.shared_bytes <= limits.shared_per_block - 1024
     return blocks

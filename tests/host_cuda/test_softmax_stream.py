@@ -43,14 +43,19 @@ def stream(operation, inputs, blocks=2, stages=STAGES, **options):
     arrays = [np.require(a, requirements="A") for a in (*inputs, out)]
     block = plan.parameters([a.ctypes.data for a in arrays], 0).view(SOFTMAX_PARAMETERS.dtype)
     block = block.copy()
-    block["stages"] = stages
+    dealt = np.full(4, -1, np.int32)
+    block["stages"], block["states"] = stages, dealt.ctypes.data
     dtype = inputs[0].dtype
     types = f"{C_TYPES[dtype.name]}, cuflash::{OPERATIONS[operation]}"
     template = "stream_vjp" if "vjp" in operation else "stream"
     name = f"cuflash::{template}<{types}<{C_TYPES[accumulator(dtype).name]}>, {HELD}, {WARPS}, 1>"
     shared = 128 + WARPS * stages * (STAGE_BYTES + 8)
-    launch = Launch(KernelName("softmax/stream.cu", name), blocks, 32 * WARPS, shared)
-    HostExecutor(**options).launch(launch, block)
+    executor = HostExecutor(**options)
+    for launch in (
+        Launch(KernelName("softmax/stream.cu", "cuflash::begin_dealing"), 1, 1),
+        Launch(KernelName("softmax/stream.cu", name), blocks, 32 * WARPS, shared),
+    ):
+        executor.launch(launch, block)
     return out
 
 
@@ -101,15 +106,21 @@ FAULTS = {
     "parity that never turns": Edit(FEED, "parity_ ^= stage == last_;", ""),
     "a lane past the end": Edit(FEED, "if (has(s, j)) words", "words"),
     "a warp that hears itself alone": Edit(EXCHANGE, "visit(values[i]);", "visit(values[0]);"),
-    "one buffer for all exchanges": Edit(EXCHANGE, "turn_ ^= 1;", ""),
+    "one buffer for all exchanges": Edit(EXCHANGE, "+ turn * kCount", ""),
+    "rows that nobody is dealt": Edit(EXCHANGE, "atomicAdd(dealt_, 1)", "atomicAdd(dealt_, 2)"),
+    "a row that is fetched before it is known": Edit(FEED, "++row_ < known_", "++row_ <= known_"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_caught(fault, rng):
-    x = rng.normal(size=(24, 3 * 128 * WARPS * 4 - 4)).astype(np.float32)
-    try:
-        y = stream("softmax", (x,), edits=[FAULTS[fault]])
-    except RuntimeError:  # a barrier without an arrival
-        return
-    assert not np.allclose(y, reference.softmax(x), rtol=1e-5)
+    """By rows that the ring does not hold, or by such that it holds more of than are known."""
+    long = rng.normal(size=(24, 3 * 128 * WARPS * 4 - 4)).astype(np.float32)
+    for x in (long, long[:, :512].copy()):
+        try:
+            y = stream("softmax", (x,), edits=[FAULTS[fault]])
+        except RuntimeError:  # a barrier without an arrival
+            return
+        if not np.allclose(y, reference.softmax(x), rtol=1e-5):
+            return
+    pytest.fail("the fault is not seen")

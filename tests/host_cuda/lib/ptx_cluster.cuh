@@ -32,6 +32,10 @@ inline float4 cluster_load_four(unsigned address) {
     cluster_rank();
     return {};
 }
+inline void cluster_send(unsigned address, int a, unsigned barrier) {
+    shared_at<int>(address) = a;
+    shared_at<Barrier>(barrier).bytes_left -= int(sizeof(int));
+}
 template <typename A>
 void cluster_send(unsigned address, A a, A b, unsigned barrier) {
     (&shared_at<A>(address))[0] = a;
