@@ -20,6 +20,7 @@ from .softmax_regimes import (
     SHORT_LENGTHS,
     STREAM_SHAPES,
     UNSTREAMED_BYTES,
+    WARP,
     Regime,
     resident_blocks,
     softmax_regimes,
@@ -132,10 +133,13 @@ def regime(plan: SoftmaxPlan) -> str:
     """Return the name by which a plan's way to share out rows goes: a method, or a way of `auto`.
 
     These are `short` and `stream` for contiguous rows of few bytes and for many long ones,
-    `columns` for rows side by side and `split` for few long rows.
+    `columns` for rows side by side, `strips` for many long ones of those, and `split` for few long
+    rows.
     """
     last = _name(plan.launches[-1].kernel)
-    ways = {name: name for name in ("columns", "split", "stream")} | {"short_rows": "short"}
+    ways = {name: name for name in ("columns", "split", "stream", "strips")} | {
+        "short_rows": "short"
+    }
     return ways.get(last, plan.method)
 
 
@@ -163,6 +167,9 @@ def residency(
         tile_rows, width, held, parts = _counts(launch.kernel)
         in_flight = blocks * limits.multiprocessors // parts * tile_rows * width
         trips = 2 if held else 3
+    elif taken == "strips":
+        strip_rows, _, _, parts = _counts(launch.kernel)
+        in_flight, trips = limits.multiprocessors // parts * strip_rows * WARP, 2
     elif taken == "short":
         parts, trips = 1, 2
         in_flight = blocks * limits.multiprocessors * -(-rows // launch.grid)
@@ -192,7 +199,7 @@ def _name(kernel: KernelName) -> str:
 
 
 def _counts(kernel: KernelName) -> list[int]:
-    """Return the arguments of `columns` after its types, see `ColumnTile`."""
+    """Return the arguments of `columns` or `strips` after its types, see their shapes."""
     return [int(count) for count in kernel.expression.rstrip(">").rsplit(", ", 4)[1:]]
 
 

@@ -30,9 +30,11 @@ from .softmax_regimes import (
     SHORT_THREADS,
     STREAM_SHAPES,
     STREAM_STAGES,
+    STRIP_SHAPES,
     WARP,
     ColumnTile,
     StreamShape,
+    StripShape,
     cluster_capacity,
     cluster_shape,
     column_tile,
@@ -46,6 +48,7 @@ from .softmax_regimes import (
     shared_capacity,
     softmax_regimes,
     stream_shape,
+    strip_shape,
 )
 from .softmax_rows import CHUNK, SOFTMAX_PARAMETERS, STATISTICS, WHERE, Rows, divisor, rows_of
 
@@ -194,6 +197,9 @@ def softmax_kernels(dtype: np.dtype, *, clusters: bool = True) -> Iterator[Kerne
     for operation in _STREAMED if clusters else ():
         shapes = STREAM_SHAPES[dtype.itemsize, operation in _REDUCED_VJPS]
         yield from dict.fromkeys(_stream_kernel(dtype, operation, shape) for shape in shapes)
+    for operation in (o for o in _STREAMED if clusters and o not in _REDUCED_VJPS):
+        for strips in STRIP_SHAPES.get(dtype.itemsize, ()):
+            yield _strips_kernel(dtype, operation, strips)
     for operation, pairs in (*((o, False) for o in forward), *((o, True) for o in _REDUCED_VJPS)):
         for tile in COLUMN_TILES[dtype.itemsize, pairs]:
             most = tile.blocks if clusters else 1
@@ -209,6 +215,11 @@ def _stream_kernel(dtype: np.dtype, operation: str, shape: StreamShape) -> Kerne
     template = "stream_vjp" if operation in _REDUCED_VJPS else "stream"
     counts = shape.held, shape.warps, shape.blocks
     return _kernel("stream", template, dtype, operation, None, *counts)
+
+
+def _strips_kernel(dtype: np.dtype, operation: str, shape: StripShape) -> KernelName:
+    counts = shape.rows, shape.held, shape.warps, shape.blocks
+    return _kernel("strips", "strips", dtype, operation, None, *counts)
 
 
 def _columns_kernel(dtype: np.dtype, operation: str, tile: ColumnTile, blocks: int) -> KernelName:
@@ -254,6 +265,8 @@ def plan_softmax(
     # Ways of `auto` alone: each sums in an order of its own, a method in one for all layouts.
     free = problem.method == "auto" and not plan.splits(method)
     bundled = free and rows.bundled(aligned)
+    if bundled:
+        plan.take_strips()
     short = free and aligned and rows.columns in SHORT_LENGTHS[rows.dtype.itemsize]
     if not math.prod(outputs[0].shape):
         launches: tuple[Launch, ...] = ()
@@ -318,6 +331,8 @@ class _Planner:
         self._pairs = operation in _REDUCED_VJPS
         #: How clusters stream the rows, which must be many, or None.
         self.streamed: StreamShape | None = None
+        #: How they stream strips of rows side by side, likewise.
+        self.strips: StripShape | None = None
         self.method = method
         if self._streamable(operation):
             self.streamed = stream_shape(
@@ -348,6 +363,15 @@ class _Planner:
         automatic = self._problem.method == "auto"
         return self._packed and one_stride and automatic and operation in _STREAMED
 
+    def take_strips(self) -> None:
+        """Stream rows side by side, of which the kernels can read bundles, if they are many."""
+        rows, one_stride = self._rows, len(self._rows.kept.sizes) == 1
+        operation = _OPERATIONS.get(self._problem.operation)
+        if one_stride and operation in _STREAMED and not self._pairs:
+            self.strips = strip_shape(rows.rows, rows.columns, rows.dtype, self._limits)
+        if self.strips is not None:
+            self._blocks, self._lanes = self.strips.blocks, WARP * self.strips.warps
+
     def splits(self, method: str) -> bool:
         """Tell whether the rows are too few for a block each, and not held by any."""
         rows, limits = self._rows, self._limits
@@ -360,7 +384,7 @@ class _Planner:
 
     def workspaces(self, method: str) -> tuple[tuple[int, ...], int]:
         """Return where pointers to workspaces belong, and how many bytes each has."""
-        if self.streamed is not None:
+        if self.streamed is not None or self.strips is not None:
             return (_OFFSETS["states"],), CHUNK
         entry = self._rows.rows * accumulator(self._rows.dtype).itemsize
         if method == "naive":
@@ -402,11 +426,15 @@ class _Planner:
         return (self._launch("online", "online", self._operation()),)
 
     def stream(self, shape: StreamShape) -> tuple[Launch, ...]:
-        """Return the kernel for many long rows: no more clusters than there can be at a time."""
+        """Return the kernels for many long rows."""
+        return self._dealt(_stream_kernel(self._rows.dtype, self._operation(), shape), shape)
+
+    def _dealt(self, kernel: KernelName, shape: StreamShape | StripShape) -> tuple[Launch, ...]:
+        """Return what deals rows out to clusters: no more of them than there can be at a time."""
         return (
             Launch(_BEGIN_DEALING, grid=1, block=1, clears=_OFFSETS["states"]),
             Launch(
-                _stream_kernel(self._rows.dtype, self._operation(), shape),
+                kernel,
                 grid=self._limits.multiprocessors // shape.blocks * shape.blocks,
                 block=WARP * shape.warps,
                 shared_bytes=shape.bytes(accumulator(self._rows.dtype).itemsize),
@@ -427,8 +455,12 @@ class _Planner:
         )
 
     def columns(self) -> tuple[Launch, ...]:
-        """Return the kernel for rows side by side, with an order of sums of its own."""
+        """Return the kernels for rows side by side, with orders of sums of their own."""
         rows, limits = self._rows, self._limits
+        if self.strips is not None:
+            return self._dealt(
+                _strips_kernel(rows.dtype, self._operation(), self.strips), self.strips
+            )
         tile = column_tile(rows.rows, rows.columns, rows.dtype, limits, pairs=self._pairs)
         lanes, blocks, count = tile.lanes, 1, -(-rows.rows // (tile.width * tile.rows))
         if not tile.held and tile.blocks <= limits.cluster_blocks:
@@ -478,7 +510,8 @@ class _Planner:
         fields["reduced_axes"] = len(rows.reduced.sizes)
         fields["log2_lanes"], fields["across"] = self._lanes.bit_length() - 1, self._across
         fields["parts"], fields["ahead"] = self._blocks, self._ahead
-        fields["stages"] = STREAM_STAGES[self.streamed.warps] if self.streamed else 0
+        dealt = self.streamed or self.strips
+        fields["stages"] = STREAM_STAGES[dealt.warps] if dealt else 0
         for (member, i), spec, kept, reduced in zip(
             rows.roles, rows.specs, rows.kept.strides, rows.reduced.strides, strict=True
         ):

@@ -147,6 +147,47 @@ STREAM_SPARE = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class StripShape:
+    """A kernel of `strips.cu` and the most columns that it takes.
+
+    Clusters of `blocks` blocks of `warps` warps, whose lanes hold `held` columns of `rows`
+    neighbouring rows.
+    """
+
+    columns: int
+    blocks: int
+    rows: int
+    warps: int
+    held: int
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernels cannot be compiled for, and columns that find no room."""
+        if self.warps not in STREAM_STAGES or self.blocks not in (1, *CLUSTERS):
+            raise ValueError(f"warps = {self.warps}, blocks = {self.blocks}: no such kernel")
+        if self.columns > self.blocks * self.warps * self.held:
+            raise ValueError(f"a strip has no room for {self.columns} columns")
+
+    def bytes(self, accumulator_bytes: int) -> int:
+        """Return the bytes of shared memory of a block: an exchange, states, and stages."""
+        width, state = WARP * self.rows, 2 * accumulator_bytes
+        exchange = 32 + 2 * self.blocks * width * state
+        states = (self.warps * (width + 1) + width) * state
+        stages = self.warps * STREAM_STAGES[self.warps] * (STAGE_BYTES + 8)
+        return -(-exchange // 128) * 128 + -(-states // 128) * 128 + stages
+
+
+#: By bytes of an element, in rising order: pieces of 256 bytes of memory (0.85, 0.81 and 0.80 at
+#: N = 1024, 2048 and 4096, as tiles 0.82, 0.73 and 0.68; of 128 bytes 0.72, 0.71 and 0.65). Half
+#: as long rows are better off as tiles (0.90 to 0.86 at 512), and so is what computes longer: 16
+#: bits (0.67 to 0.72 at 1024) and float64 (0.64 to 0.75).
+STRIP_SHAPES: dict[int, tuple[StripShape, ...]] = {
+    4: tuple(StripShape(512 * n, n, rows=2, warps=16, held=32) for n in (2, 4, 8)),
+}
+#: Most columns that are left to `columns`.
+UNSTRIPPED_COLUMNS = 512
+
+
+@dataclass(frozen=True, slots=True)
 class ColumnTile:
     """A tile of `columns.cu`: `width` threads side by side with `rows` rows each.
 
@@ -289,6 +330,20 @@ def stream_shape(
         return None
     fits = shape.bytes(max(dtype.itemsize, 4)) + STREAM_SPARE <= limits.shared_per_block
     many = rows * shape.blocks >= STREAM_ROWS * limits.multiprocessors
+    return shape if fits and many and int(limits.compute_capability) >= PREFETCHES else None
+
+
+def strip_shape(
+    rows: int, columns: int, dtype: np.dtype, limits: DeviceLimits
+) -> StripShape | None:
+    """Return the shape of the clusters that stream rows side by side, or None."""
+    shapes = STRIP_SHAPES.get(dtype.itemsize, ())
+    shape = next((shape for shape in shapes if columns <= shape.columns), None)
+    if columns <= UNSTRIPPED_COLUMNS or shape is None or shape.blocks > limits.cluster_blocks:
+        return None
+    strips = rows // (WARP * shape.rows)
+    fits = shape.bytes(max(dtype.itemsize, 4)) + STREAM_SPARE <= limits.shared_per_block
+    many = strips * shape.blocks >= STREAM_ROWS * limits.multiprocessors
     return shape if fits and many and int(limits.compute_capability) >= PREFETCHES else None
 
 

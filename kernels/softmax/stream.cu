@@ -47,8 +47,8 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
     constexpr int kStages = kChunks / kRun<1>;  // of a row, in registers
     CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
     Exchange<State, kWarps, kBlocks> exchange(memory, static_cast<int*>(p.states));
-    const WarpPart part(int(p.columns / kVector<T>), exchange.number(), exchange.kCount);
-    Feed<T, 1, decltype(exchange)> feed(p, exchange, exchange.memory_end(), part);
+    const WarpPart<T, 1> part(int(p.columns / kVector<T>), exchange.number(), exchange.kCount);
+    Feed<WarpPart<T, 1>, decltype(exchange)> feed(p, exchange, exchange.memory_end(), part);
     const int lane = threadIdx.x % 32, stages = feed.stages();
 
     for (int row; (row = exchange.row(feed.number())) < p.rows;) {
@@ -127,8 +127,8 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
     using A = Accumulator<T>;
     CUFLASH_DYNAMIC_SHARED(unsigned char, memory);
     Exchange<Sum<A>, kWarps, kBlocks> exchange(memory, static_cast<int*>(p.states));
-    const WarpPart part(int(p.columns / kVector<T>), exchange.number(), exchange.kCount);
-    Feed<T, 2, decltype(exchange)> feed(p, exchange, exchange.memory_end(), part);
+    const WarpPart<T, 2> part(int(p.columns / kVector<T>), exchange.number(), exchange.kCount);
+    Feed<WarpPart<T, 2>, decltype(exchange)> feed(p, exchange, exchange.memory_end(), part);
     const int lane = threadIdx.x % 32;
 
     for (int row; (row = exchange.row(feed.number())) < p.rows;) {

@@ -94,12 +94,18 @@ def test_a_row_has_as_many_blocks_as_hold_or_split_it():
 
 
 @pytest.mark.parametrize(
-    ("length", "parts", "trips", "width"), [(128, 1, 2, 256), (4096, 8, 2, 128), (2**15, 1, 3, 128)]
+    ("length", "regime", "parts", "trips", "width"),
+    [
+        (128, "columns", 1, 2, 256),
+        (4096, "strips", 8, 2, 256),
+        (8192, "columns", 16, 2, 128),
+        (2**15, "columns", 1, 3, 128),
+    ],
 )
-def test_rows_side_by_side_are_tiles(length, parts, trips, width):
+def test_rows_side_by_side_are_tiles(length, regime, parts, trips, width):
     found = residency(H200, FLOAT32, length, axis=0)
-    (launch,) = plan_rows(H200, FLOAT32, MANY_ROWS, length, axis=0).launches
-    assert (found.regime, found.parts, found.trips) == ("columns", parts, trips)
+    launch = plan_rows(H200, FLOAT32, MANY_ROWS, length, axis=0).launches[-1]
+    assert (found.regime, found.parts, found.trips) == (regime, parts, trips)
     assert found.threads == launch.block
     # Whole tiles are in flight.
     tiles = found.wave_bytes / (width * length)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from cuflash.device.softmax_regimes import (
     SHORT_LENGTHS,
     STAGE_BYTES,
     STREAM_SHAPES,
+    STRIP_SHAPES,
     UNSTREAMED_BYTES,
+    UNSTRIPPED_COLUMNS,
     ColumnTile,
     softmax_regimes,
 )
@@ -315,6 +318,52 @@ def test_tiles_that_are_read_twice_are_shared_where_they_are_few(dtype):
         (launch,) = plan(matrix(20_000, tiles * tile.rows * tile.width, dtype), 0).launches
         assert launch.grid == tiles * blocks
         assert launch.kernel.expression.endswith(f", 0, {blocks}>")
+
+
+def strips(x, *, operation="softmax", limits=H200, **options):
+    """Return the blocks of the clusters that stream strips, 0 if others take the rows."""
+    method = options.pop("method", "auto")
+    problem = SoftmaxProblem.of(operation, {"x": x}, -2, method=method, **options)
+    out = SimpleNamespace(shape=problem.out_shape, dtype=problem.out_dtype)
+    made = plan_softmax(problem, (ArraySpec.of(out),), True, limits)
+    launch = made.launches[-1]
+    if launch.kernel.source != "softmax/strips.cu":
+        return 0
+    assert {each.kernel for each in made.launches} <= set(softmax_kernels(x.dtype))
+    assert made.launches[0].clears == SOFTMAX_PARAMETERS.layout()["states"] == made.workspaces[0]
+    rows, held, warps, blocks = map(int, launch.kernel.expression.rstrip(">").split(", ")[2:])
+    assert (launch.staying, launch.block, made.workspace) == (blocks, 32 * warps, 16)
+    assert x.shape[-2] <= held * warps * blocks
+    state = 2 * accumulator(x.dtype).itemsize
+    exchange = -(-(32 + 2 * blocks * 32 * rows * state) // 128) * 128
+    states = -(-(warps * (32 * rows + 1) + 32 * rows) * state // 128) * 128
+    ring = warps * parameters(made)["stages"] * (STAGE_BYTES + 8)
+    assert exchange + states + ring == launch.shared_bytes <= limits.shared_per_block - 1024
+    return blocks
+
+
+def test_many_long_rows_side_by_side_are_strips():
+    """At the borders of each shape; other dtypes, few rows, views, masks and gradients are not."""
+    single = np.dtype(np.float32)
+    columns = UNSTRIPPED_COLUMNS
+    for shape in STRIP_SHAPES[4]:
+        enough = 8 * H200.multiprocessors * 64 // shape.blocks
+        for length in (columns + 1, shape.columns):
+            assert strips(side_by_side(length, enough, single)) == shape.blocks
+            assert not strips(side_by_side(length, enough - 4, single))
+            more = side_by_side(length, enough + 4, single)
+            assert strips(more, operation="log_softmax") == shape.blocks
+            assert not strips(side_by_side(length, enough + 3, single))
+        columns = shape.columns
+    assert not strips(side_by_side(UNSTRIPPED_COLUMNS, 2**20, single))
+    assert not strips(side_by_side(columns + 1, 2**20, single))
+    x = side_by_side(columns, 2**16, single)
+    for limits in (T4, replace(H200, shared_per_block=99 << 10), replace(H200, cluster_blocks=4)):
+        assert not strips(x, limits=limits)
+    for other in ({"method": "online"}, {"where": np.ones(1, bool)}, {"operation": "logsumexp"}):
+        assert not strips(x, **other)
+    for dtype in FLOATS:
+        assert (dtype == single) == bool(strips(side_by_side(columns, 2**16, dtype)))
 
 
 def streams(x, *, operation="softmax", limits=H200, **options):

@@ -15,7 +15,9 @@ from cuflash.device.softmax import compute, launch_plan
 from cuflash.device.softmax_regimes import (
     SHORT_LENGTHS,
     STREAM_SHAPES,
+    STRIP_SHAPES,
     UNSTREAMED_BYTES,
+    UNSTRIPPED_COLUMNS,
     stream_shape,
 )
 from cuflash.problem import BFLOAT16, FLOATS, ArraySpec, SoftmaxProblem
@@ -266,6 +268,30 @@ def test_many_rows_side_by_side(dtype):
             assert bool(cupy.isnan(wide(y[6])).all())
     sources = {launch.kernel.source for launch in executor.launched}
     assert sources == {"softmax/columns.cu"}
+
+
+def test_streamed_strips():
+    """At the borders of each shape, with a last strip that is narrow; rows of -inf, NaN and inf."""
+    needs_streams()
+    single, columns = np.dtype(np.float32), UNSTRIPPED_COLUMNS
+    base = numbers(single, 4096 * 1100)
+    for shape in STRIP_SHAPES[4]:
+        if shape.blocks > device_limits(0).cluster_blocks:
+            continue
+        executor = FewClusters(shape.blocks)
+        for length in (columns + 1, shape.columns):
+            x = base[: length * 1100].copy().reshape(length, 1100)
+            x[:, 3], x[::2, 5], x[0, 6], x[-1, -1] = -np.inf, -np.inf, np.nan, np.inf
+            exact = cupy.ascontiguousarray(wide(x).T)
+            for name, function in (("softmax", softmax), ("log_softmax", log_softmax)):
+                y = cupy.ascontiguousarray(run(name, [x], executor, axis=0).T)
+                for rows in (slice(0, 3), slice(4, 6), slice(7, -1)):
+                    assert_rows_close(y[rows], function(exact[rows]), (EPS["float32"], 1.4e-45))
+                assert bool(cupy.isnan(y[cupy.array([6, -1])]).all())
+                assert bool((y[3] == (0 if name == "softmax" else -np.inf)).all())
+        columns = shape.columns
+        kernels = {launch.kernel.source for launch in executor.launched if launch.staying}
+        assert kernels == {"softmax/strips.cu"}
 
 
 SHORT = [(dtype, n) for dtype in FLOATS for n in SHORT_LENGTHS[dtype.itemsize]]
