@@ -65,12 +65,17 @@ struct Drop {
 template <typename T>
 struct ShiftedExponential {
     template <bool kPacked>
-    static __device__ __forceinline__ void apply(const StepParameters& p, int64 row, int64,
+    static __device__ __forceinline__ void apply(const StepParameters& p, int64 row, int64 column,
                                                  Accumulator<T> (&z)[8]) {
         const Accumulator<T> top = static_cast<const Accumulator<T>*>(p.statistic)[row];
         const Accumulator<T> shift = top == -infinity<Accumulator<T>>() ? Accumulator<T>(0) : top;
+        // A branch between them: of float64, eight side by side would not fit the registers.
+        constexpr int kAtOnce = sizeof(T) == 8 && !kPacked ? 4 : 8;
 #pragma unroll
-        for (int e = 0; e < 8; ++e) z[e] = exponential(z[e] - shift);
+        for (int first = 0; first < 8; first += kAtOnce)
+            if (first == 0 || column + first < p.columns)
+#pragma unroll
+                for (int e = first; e < first + kAtOnce; ++e) z[e] = exponential(z[e] - shift);
     }
 };
 template <typename T>

@@ -85,11 +85,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                     straight[i][o].template load<kPacked, true>(from[i], column, p.columns);
                 });
         }
-        if constexpr (!kHoldsVectors) {
-            bias.renew();
-            gamma.renew();
-            beta.renew();
-        }
+        if constexpr (!kHoldsVectors) bias.renew();
         const Dropout::Place begin = p.dropout.place(row * p.columns) + unsigned(team.lane);
         A held[kSlots][8];
         // Octet `i` of an operand, which is at `column`.
@@ -193,7 +189,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         const A rstd = inverse_root(variance * whole * whole + p.epsilon.as<A>());
         const A factor = whole * rstd, level = cancelled ? A(0) : -mean * factor;
 
-        T* const to = team.template in<T>(p.output[0], active ? row : 0);
+        // Beside the elements of two rows there was no register for its number.
+        const int64 own_row = kOneRow && kResidual ? team.row_of_block() : row;
+        if constexpr (!kHoldsVectors) {
+            gamma.renew();
+            beta.renew();
+        }
+        T* const to = team.template in<T>(p.output[0], active ? own_row : 0);
         for_each([&](int i, auto column, A(&z)[8]) {
             A slope[8], shift[8];
             gamma.get(slope, i, column);
@@ -207,10 +209,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
             y.narrow_from(z);
             if (active) y.template store<kPacked>(to, column, p.columns);
         });
-        if (active && team.lane == 0) {
-            if (p.statistic[0]) static_cast<A*>(p.statistic[0])[row] = mean * whole;
-            if (p.statistic[1]) static_cast<A*>(p.statistic[1])[row] = rstd;
-        }
+        auto keep = [&](int which, A value) {
+            if (active && team.lane == 0 && p.statistic[which])
+                static_cast<A*>(p.statistic[which])[own_row] = value;
+        };
+        keep(0, mean * whole);
+        keep(1, rstd);
         if constexpr (kOneRow) break;
     }
 }

@@ -49,7 +49,9 @@ struct Column {
     // Whether the row has column e of the octet; kPacked: all or none of them.
     template <bool kPacked>
     __device__ __forceinline__ bool is_there(int e, int64 columns) const {
-        return surely || number() + (kPacked ? 0 : e) < Index(columns);
+        // What lanes share is on the right: no register for the number of each of their octets.
+        if constexpr (kPacked) return surely || of_lane < Index(columns) - further;
+        return surely || number() < Index(columns) - e;
     }
 };
 
@@ -167,6 +169,10 @@ struct RowTeam {
 
     __device__ __forceinline__ int64 first_row() const { return int64(blockIdx.x) * slots; }
     __device__ __forceinline__ int64 step() const { return int64(gridDim.x) * slots; }
+    // The row of a team that has one, found anew where it is wanted.
+    __device__ __forceinline__ int64 row_of_block() const {
+        return int64(here(blockIdx.x)) * slots + slot;
+    }
     // The number of the team in the grid.
     __device__ __forceinline__ int64 number() const { return first_row() + slot; }
 
@@ -271,7 +277,7 @@ class VectorOctets {
   public:
     template <typename Team>
     __device__ __forceinline__ VectorOctets(const void* vector, const Team& team, int64 columns)
-        : vector_(team.template in<T>(vector)), columns_(columns) {
+        : base_(vector), vector_(team.template in<T>(vector)), columns_(columns) {
         if constexpr (kHeld)
             team.template for_each<kOctets>(
                 columns, [&](int i, auto column) { read(column).widen_to(held_[i]); });
@@ -294,11 +300,15 @@ class VectorOctets {
     template <typename Column>
     __device__ __forceinline__ Octet<T> read(Column column) const {
         Octet<T> octet;
-        octet.template load<kPacked, false>(vector_, column, columns_);
+        // For rows of any length, of which a lane has one octet at a time, it takes no register.
+        const T* const first =
+            kOctets > 0 ? vector_ : static_cast<const T*>(base_) + column.of_lane;
+        octet.template load<kPacked, false>(first, column, columns_);
         return octet;
     }
 
   private:
+    const void* base_;
     const T* vector_;
     int64 columns_;
     Accumulator<T> held_[kHeld ? kOctets : 1][8];

@@ -32,9 +32,13 @@ COVERING = (
     "layer_norm_vjp<double, false, true, 0, 0, 512, 1, 1>",
     "reduce_step<__nv_bfloat16, false, cuflash::Top>",
 )
-#: Most bytes that a thread spills: registers are capped so that enough blocks share a
-#: multiprocessor, at a few words, or tens where a lane holds the sums of two octets.
-MOST_SPILLED = {"matmul_simt": 96, "layer_norm<": 48, "layer_norm_vjp": 96, "map_step": 16}
+#: Most bytes of local memory: registers are capped so that enough blocks share a multiprocessor.
+#: Addresses that `matmul_simt` would form again for each slice cost it a quarter of its speed.
+MOST_LOCAL = {
+    "matmul_simt": 72,
+    "layer_norm_vjp<double, false, true,": 8,
+    "map_step<double, false, cuflash::ShiftedExponential": 8,
+}
 #: Seconds each; the other widths differ by one number.
 LONG = ("FullScore<float>, cuflash::MmaTile<2, 4, 64, 64,", "FullScore<float>, cuflash::MmaTile<1,")
 
@@ -85,8 +89,8 @@ def test_compiles_and_keeps_its_registers(program, reports):
     assert not report.serialized
     if architecture == "sm_90a":
         template = expression.removeprefix("cuflash::")
-        most = next((n for name, n in MOST_SPILLED.items() if template.startswith(name)), 0)
-        assert max(report.spill_stores, report.spill_loads) <= most, report
+        most = next((n for name, n in MOST_LOCAL.items() if template.startswith(name)), 0)
+        assert max(report.stack, report.spill_stores, report.spill_loads) <= most, report
 
 
 def test_the_covering_variants_are_there():
