@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     constexpr int kQueries = kOfKeys ? kMet * Tile::kGroup : kOwn;
     constexpr int kSumTiles = Tile::kWidth / 8 / (kOfKeys ? 1 : 2);
     using Sums = typename Tile::template Sums<kSumTiles>;
-    constexpr int kTilesAtOnce = Score::kPerPair ? 1 : 2;  // what registers are left for
+    // P and dS o g, where both are handed over as they are.
+    constexpr bool kReadsAgain = kAddsQueries && !Score::kPerPair;
 
     CUFLASH_DYNAMIC_SHARED(unsigned char, shared);
     unsigned char* const met = shared + 2 * Tile::kOwnBytes;
@@ -255,8 +256,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                     if (keys_damaged)
                         add_queries_one_by_one<Tile>(dq_sums, row, rows, slopes, p, block);
                     else
-                        add_queries<Tile, kTilesAtOnce>(dq_sums, row, rows, slopes, shared,
-                                                        int(p.features));
+                        add_queries<Tile>(dq_sums, row, rows, slopes, shared, int(p.features));
                 }
                 if (tile == tiles) break;
                 if (threadIdx.x == 0) ++met_tiles;
@@ -275,9 +275,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                     });
                 };
                 if (shown) {
-                    add_tf32_scores<typename Tile::Scores>(pairs, own, met_rows + stage,
-                                                           other_chunk,
-                                                           int(of_values ? p.values : p.features));
+                    add_tf32_scores<typename Tile::Scores, 1>(
+                        pairs, own, met_rows + stage, other_chunk,
+                        int(of_values ? p.values : p.features));
                     if (__builtin_expect(!are_finite<Tile>(pairs), 0))
                         replace_nonfinite_scores<typename Tile::Scores>(
                             pairs, own - first_chunk, met_rows + stage - first_chunk);
@@ -330,8 +330,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                     __syncthreads();
                 }
                 if (shown)
-                    add_rows<Tile, kSumTiles>(sums, pairs, met_columns() + stage, other_row,
-                                              columns);
+                    add_rows<Tile, kSumTiles, kReadsAgain>(
+                        sums, pairs, own_handed() + (of_values ? Tile::kHandedBytes : 0),
+                        met_columns() + stage, other_row, columns);
                 if (met_tiles % kTilesApart == 0 && !p.adds) {
                     look_for_damage();
                     store(met_tiles > kTilesApart);

@@ -97,46 +97,70 @@ __device__ __forceinline__ bool are_finite(const PairFragments<Tile>& pairs) {
 // --------------------------------------------------------------------------------------- products
 
 // sums += pairs @ met rows, by 8, `columns` columns of them. `own_met` is where a lane's chunk of
-// its first row lies, and `other` how far from there, besides a row, that of the next.
-template <typename Tile, int kTiles>
+// its first row lies, and `other` how far from there, besides a row, that of the next. With
+// `kHanded` pairs are read from `handed`, where they are as they were handed over: then the code is
+// short enough for the cache of instructions.
+template <typename Tile, int kTiles, bool kHanded>
 __device__ __forceinline__ void add_rows(SumFragments<Tile, kTiles>& sums,
-                                         const PairFragments<Tile>& pairs,
+                                         PairFragments<Tile>& pairs, unsigned char* handed,
                                          const unsigned char* own_met, int other, int columns) {
     constexpr int kPitch = Tile::Rows::kPitch;
-#pragma unroll
-    for (int j = 0; j < Tile::kMetTiles; ++j) {
-        Tf32Parts<4> a[Tile::kRowTiles][1];
-#pragma unroll
-        for (int m = 0; m < Tile::kRowTiles; ++m)
-#pragma unroll
-            for (int part = 0; part < 4; ++part)
-                a[m][0].set(part, pairs[m][j][part % 2 * 2 + part / 2]);
-#pragma unroll
-        for (int first = 0; first < kTiles; first += 4) {
-            if (first * 8 >= columns) continue;
-            Tf32Parts<2> b[4][1];
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-                const Vector<float> x =
-                    chunk_at<float>(own_met + (j * 8 + row) * kPitch + row * other + first * 32);
-#pragma unroll
-                for (int n = 0; n < 4; ++n) b[n][0].set(row, x.element[n]);
-            }
-            float block[Tile::kRowTiles][4][4] = {};
-            add_tf32_products(block, a, b);
+    constexpr int kUnroll = kHanded ? 1 : Tile::kMetTiles / 2;
+#pragma unroll kUnroll
+    for (int j = 0; j < Tile::kMetTiles / 2; ++j) {
+        float two[Tile::kRowTiles][2][4];  // tiles of 8 met rows
+        if constexpr (kHanded) {
 #pragma unroll
             for (int m = 0; m < Tile::kRowTiles; ++m)
 #pragma unroll
-                for (int n = 0; n < 4; ++n)
+                for (int e = 0; e < 2; ++e) {
+                    const int row = (j * Tile::kRowTiles + m) * 8 + e;
+                    const Vector<float> x =
+                        chunk_at<float>(handed + row * Tile::Handed::kPitch + e * other);
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) sums[m][first + n][e] += block[m][n][e];
+                    for (int n = 0; n < 4; ++n) two[m][n / 2][n % 2 * 2 + e] = x.element[n];
+                }
+        } else {
+#pragma unroll
+            for (int m = 0; m < Tile::kRowTiles; ++m)
+#pragma unroll
+                for (int n = 0; n < 8; ++n) two[m][n / 4][n % 4] = pairs[m][2 * j + n / 4][n % 4];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            Tf32Parts<4> a[Tile::kRowTiles][1];
+#pragma unroll
+            for (int m = 0; m < Tile::kRowTiles; ++m)
+#pragma unroll
+                for (int part = 0; part < 4; ++part)
+                    a[m][0].set(part, two[m][half][part % 2 * 2 + part / 2]);
+#pragma unroll
+            for (int first = 0; first < kTiles; first += 4) {
+                if (first * 8 >= columns) continue;
+                Tf32Parts<2> b[4][1];
+#pragma unroll
+                for (int row = 0; row < 2; ++row) {
+                    const Vector<float> x = chunk_at<float>(
+                        own_met + (j * 16 + half * 8 + row) * kPitch + row * other + first * 32);
+#pragma unroll
+                    for (int n = 0; n < 4; ++n) b[n][0].set(row, x.element[n]);
+                }
+                float block[Tile::kRowTiles][4][4] = {};
+                add_tf32_products(block, a, b);
+#pragma unroll
+                for (int m = 0; m < Tile::kRowTiles; ++m)
+#pragma unroll
+                    for (int n = 0; n < 4; ++n)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) sums[m][first + n][e] += block[m][n][e];
+            }
         }
     }
 }
 
 // Adds dS o g of a tile of pairs, times the block's keys, to the sums of dq: `rows` of them from
-// `first_row` on. Of kAtOnce tiles of 16 keys products may be made side by side.
-template <typename Tile, int kAtOnce>
+// `first_row` on.
+template <typename Tile>
 __device__ __forceinline__ void add_queries(const Matrix<float>& to, int64 first_row, int rows,
                                             const unsigned char* slopes, const unsigned char* keys,
                                             int columns) {
@@ -152,7 +176,7 @@ __device__ __forceinline__ void add_queries(const Matrix<float>& to, int64 first
         keys + first_pair * Tile::kWarpRows * Rows::kPitch + 4 * first_column + Rows::at(t, g);
     const int other_slope = half_after(Handed::swap(g)), other_key = half_after(Rows::at(t, g));
     ValueFragments<Part> sums = {};
-#pragma unroll kAtOnce
+#pragma unroll 1
     for (int tile = 0; tile < Part::kPairsEach * Tile::kRowTiles; ++tile) {
         const int pair = tile / Tile::kRowTiles;
         Vector<float> slope[Part::kRowTiles][2];

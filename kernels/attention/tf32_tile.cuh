@@ -70,9 +70,9 @@ __device__ __forceinline__ void add_tf32_products(float (&sum)[kRowTiles][kColum
                 }
 }
 
-// s += queries @ keys^T, by 16 of `features` features. `own_query` and `own_key` are where a lane's
-// rows begin, and `other` how far from there the second tile is.
-template <typename Tile>
+// s += queries @ keys^T, by 16 of `features` features, once or twice in the code. `own_query` and
+// `own_key` are where a lane's rows begin, and `other` how far from there the second tile is.
+template <typename Tile, int kInCode = 2>
 __device__ __forceinline__ void add_tf32_scores(ScoreFragments<Tile>& s,
                                                 const unsigned char* own_query,
                                                 const unsigned char* own_key, int other,
@@ -81,7 +81,7 @@ __device__ __forceinline__ void add_tf32_scores(ScoreFragments<Tile>& s,
     constexpr int kPitch = Tile::Features::kPitch;
 #pragma unroll 1
     for (int pair = 0; 32 * pair < features; ++pair)
-#pragma unroll
+#pragma unroll kInCode
         for (int half = 0; half < 2; ++half) {
             const int shift = pair * 128 + half * other;
             Tf32Parts<4> a[Tile::kRowTiles][2];
