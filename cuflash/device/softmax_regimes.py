@@ -326,7 +326,7 @@ def stream_shape(
         return None
     shapes = STREAM_SHAPES[dtype.itemsize, pairs]
     shape = next((shape for shape in shapes if row_bytes <= shape.row_bytes), None)
-    if shape is None or shape.blocks > limits.cluster_blocks:
+    if shape is None or shape.blocks > min(limits.cluster_blocks, limits.multiprocessors):
         return None
     fits = shape.bytes(max(dtype.itemsize, 4)) + STREAM_SPARE <= limits.shared_per_block
     many = rows * shape.blocks >= STREAM_ROWS * limits.multiprocessors
@@ -339,7 +339,9 @@ def strip_shape(
     """Return the shape of the clusters that stream rows side by side, or None."""
     shapes = STRIP_SHAPES.get(dtype.itemsize, ())
     shape = next((shape for shape in shapes if columns <= shape.columns), None)
-    if columns <= UNSTRIPPED_COLUMNS or shape is None or shape.blocks > limits.cluster_blocks:
+    if columns <= UNSTRIPPED_COLUMNS or shape is None:
+        return None
+    if shape.blocks > min(limits.cluster_blocks, limits.multiprocessors):
         return None
     strips = rows // (WARP * shape.rows)
     fits = shape.bytes(max(dtype.itemsize, 4)) + STREAM_SPARE <= limits.shared_per_block

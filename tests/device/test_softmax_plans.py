@@ -358,7 +358,8 @@ def test_many_long_rows_side_by_side_are_strips():
     assert not strips(side_by_side(UNSTRIPPED_COLUMNS, 2**20, single))
     assert not strips(side_by_side(columns + 1, 2**20, single))
     x = side_by_side(columns, 2**16, single)
-    for limits in (T4, replace(H200, shared_per_block=99 << 10), replace(H200, cluster_blocks=4)):
+    small = ({"shared_per_block": 99 << 10}, {"cluster_blocks": 4}, {"multiprocessors": 7})
+    for limits in (T4, *(replace(H200, **limit) for limit in small)):
         assert not strips(x, limits=limits)
     for other in ({"method": "online"}, {"where": np.ones(1, bool)}, {"operation": "logsumexp"}):
         assert not strips(x, **other)
