@@ -13,12 +13,14 @@ import pytest
 
 from cuflash import _bench, cli
 from cuflash.bench import machine, quick, rows
-from cuflash.bench.problems import AttentionShape, Norm, Product
+from cuflash.bench.problems import AttentionShape, Decode, Norm, Product
 
 SIZES = quick.Sizes(
     256,
     (16, 64),
     [AttentionShape(1, 2, tokens, 4) for tokens in (4, 8)],
+    [AttentionShape(1, 2, 5, 4, dtype="float64")],
+    [Decode(2, 4, 2, 6, 8, "float32")],
     [Norm((2, 3, 8), "float64")],
     [Product(4, 5, 6, "float32")],
 )
@@ -55,14 +57,31 @@ def test_every_idea_is_held_against_what_it_replaces() -> None:
             ("attention", method, "materialized")
             for method in ("materialized", "scores fused", "flash")
         ),
+        *(("attention, gradients", method, "materialized") for method in ("materialized", "flash")),
+        *(("decoding", method, "materialized") for method in ("materialized", "flash", "copy")),
         *(("dropout, bias, LayerNorm", m, "unfused") for m in ("unfused", "fused", "copy")),
         *(("matmul, bias, relu", method, "unfused") for method in ("unfused", "fused")),
     }
-    assert [row["speedup"] for row in found if row["method"] == row["peer"]] == [1] * 6
+    assert [row["speedup"] for row in found if row["method"] == row["peer"]] == [1] * 8
     assert all(row["of ceiling"] > 0 for row in found)
-    assert told[0][:2] == (0, 7)
-    assert told[-1] == (7, 7, "")
+    assert told[0][:2] == (0, 9)
+    assert told[-1] == (9, 9, "")
     assert [done for done, *_ in told] == sorted(done for done, *_ in told)
+
+
+def test_gradients_are_the_same_with_weights_kept_and_computed_again() -> None:
+    calls = quick._gradients(machine.Host(), shape=SIZES.gradients[0])
+    kept, again = calls["materialized"](), calls["flash"]()
+    for name, one, other in zip(("dq", "dk", "dv"), kept, again[:3], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13, err_msg=name)
+
+
+def test_decoding_reads_what_a_copy_of_its_keys_moves() -> None:
+    (shape,) = SIZES.decode
+    calls = quick._decode(machine.Host(), shape=shape)
+    np.testing.assert_allclose(calls["flash"](), calls["materialized"](), rtol=1e-5, atol=1e-6)
+    keys = int(np.prod(shape.shapes[1])) * 4
+    assert shape.bytes == 2 * keys
 
 
 class Tables(HTMLParser):

@@ -123,10 +123,15 @@ def report(rows: Sequence[Row], machine: str) -> Any:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4.2), dpi=120, layout="constrained")
-    panels = [figure.add_subplot(1, 3, place) for place in (1, 2, 3)]
-    labels = {"softmax": "row length N", "attention": "tokens T"}
-    for axes, (subject, label) in zip(panels, labels.items(), strict=False):
+    figure = Figure(figsize=(13, 8), dpi=120, layout="constrained")
+    labels = {
+        "softmax": "row length N",
+        "attention": "tokens T",
+        "attention, gradients": "tokens T",
+        "decoding": "keys T",
+    }
+    for place, (subject, label) in enumerate(labels.items(), start=1):
+        axes = figure.add_subplot(2, 3, place)
         for method in dict.fromkeys(row["method"] for row in rows if row["subject"] == subject):
             line = [row for row in rows if (row["subject"], row["method"]) == (subject, method)]
             axes.plot(
@@ -141,11 +146,10 @@ def report(rows: Sequence[Row], machine: str) -> Any:
         axes.legend(fontsize="small")
     chains = [row for row in rows if row["subject"] not in labels and row["method"] != "copy"]
     names = [f"{row['subject']}\n{row['problem']}, {row['method']}" for row in chains]
-    panels[2].barh(
-        names, [row["ms"] for row in chains], color=[_REPORT[r["method"]] for r in chains]
-    )
-    panels[2].invert_yaxis()
-    panels[2].tick_params(axis="y", labelsize="small")
-    panels[2].set(title="fused chains", xlabel="ms")
+    axes = figure.add_subplot(2, 3, (5, 6))
+    axes.barh(names, [row["ms"] for row in chains], color=[_REPORT[r["method"]] for r in chains])
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize="small")
+    axes.set(title="fused chains", xlabel="ms")
     figure.suptitle(machine)
     return figure

@@ -85,10 +85,8 @@ def attention_inputs(
 
 def decode_inputs(shape: Decode, sets: int) -> list[tuple[Any, ...]]:
     """Return sets of normal random q, k, v of a decoding step, to be used in rotation."""
-    q = (shape.batch, shape.heads, 1, shape.d)
-    k = (shape.batch, shape.key_heads, shape.tokens, shape.d)
     return [
-        tuple(normal(size, "bfloat16", 3 * i + j) for j, size in enumerate((q, k, k)))
+        tuple(normal(size, shape.dtype, 3 * i + j) for j, size in enumerate(shape.shapes))
         for i in range(sets)
     ]
 

@@ -68,18 +68,27 @@ SOFTMAX_OPERATIONS = {
 
 
 class Decode(NamedTuple):
-    """One query a head against a cache of `tokens` keys, with grouped heads, in bfloat16."""
+    """One query a head against a cache of `tokens` keys, with grouped heads."""
 
     batch: int
     heads: int
     key_heads: int
     tokens: int
     d: int = 128
+    dtype: str = "bfloat16"
 
     @property
     def bytes(self) -> int:
         """Bytes of K and V."""
-        return decode_bytes(self.batch, self.key_heads, self.tokens, self.d, 2)
+        itemsize = dtype_of(self.dtype).itemsize
+        return decode_bytes(self.batch, self.key_heads, self.tokens, self.d, itemsize)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of q, k and v."""
+        q = (self.batch, self.heads, 1, self.d)
+        k = (self.batch, self.key_heads, self.tokens, self.d)
+        return q, k, k
 
 
 class Target(NamedTuple):

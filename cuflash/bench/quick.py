@@ -15,7 +15,7 @@ import cuflash
 from .. import baselines, fused
 from . import problems, rows, timing
 from .machine import Ceilings, Machine, measure
-from .problems import AttentionShape, Norm, Product, attention_flops
+from .problems import AttentionShape, Decode, Norm, Product, attention_flops
 
 #: Rounds, and seconds of each competitor in a round.
 ROUNDS, WINDOW = 3, 0.02
@@ -31,6 +31,8 @@ class Sizes(NamedTuple):
     softmax_elements: int
     softmax_lengths: Sequence[int]
     attention: Sequence[AttentionShape]
+    gradients: Sequence[AttentionShape]
+    decode: Sequence[Decode]
     norms: Sequence[Norm]
     products: Sequence[Product]
 
@@ -40,6 +42,8 @@ SIZES = {
         1 << 22,
         (128, 4096, 1 << 17),
         [AttentionShape(1, 4, tokens, 64) for tokens in (256, 512, 1024, 2048)],
+        [AttentionShape(1, 4, tokens, 64) for tokens in (256, 512, 1024)],
+        [Decode(1, 8, 2, tokens, 64, "float32") for tokens in (2048, 16384)],
         [Norm((64, 128, 512), "float32")],
         [Product(1024, 512, 512, "float32"), Product(8192, 16, 512, "float32")],
     ),
@@ -50,6 +54,12 @@ SIZES = {
             AttentionShape(1, 16, tokens, 64, dtype="bfloat16")
             for tokens in (512, 1024, 2048, 4096, 8192)
         ],
+        # CuPy multiplies matrices of float16, not of bfloat16.
+        [
+            AttentionShape(1, 16, tokens, 64, dtype="float16")
+            for tokens in (512, 1024, 2048, 4096, 8192)
+        ],
+        [Decode(8, 32, 8, tokens) for tokens in (1024, 4096, 16384)],
         [Norm((8, 4096, 4096))],
         [*problems.PRODUCTS[:1], *problems.PRODUCTS[2:3]],
     ),
@@ -87,6 +97,19 @@ def steps(sizes: Sizes) -> Iterator[Step]:
             *(attention_flops(attention), "TFLOP/s"),
             partial(_attention, shape=attention),
         )
+    for gradient in sizes.gradients:
+        heads = f"B {gradient.batch}, H {gradient.heads}, D {gradient.d}"
+        yield Step(
+            *("attention, gradients", heads, gradient.tokens, gradient.dtype),
+            *(attention_flops(gradient, backward=True), "TFLOP/s"),
+            partial(_gradients, shape=gradient),
+        )
+    for decode in sizes.decode:
+        heads = f"B {decode.batch}, H {decode.heads} of {decode.key_heads}, D {decode.d}"
+        yield Step(
+            *("decoding", heads, decode.tokens, decode.dtype, decode.bytes, "TB/s"),
+            partial(_decode, shape=decode),
+        )
     for norm in sizes.norms:
         yield Step(
             *("dropout, bias, LayerNorm", " x ".join(map(str, norm.shape)), norm.shape[-1]),
@@ -117,6 +140,35 @@ def _attention(machine: Machine, *, shape: AttentionShape) -> Calls:
         "materialized": partial(baselines.materialized_attention, q, k, v),
         "scores fused": partial(baselines.scores_fused_attention, q, k, v),
         "flash": partial(cuflash.flash_attention, q, k, v),
+    }
+
+
+def _gradients(machine: Machine, *, shape: AttentionShape) -> Calls:
+    size = (shape.batch, shape.heads, shape.tokens, shape.d)
+    q, k, v, dout = (machine.normal(size, shape.dtype, seed) for seed in range(4))
+    out, lse = cuflash.flash_attention(q, k, v, return_lse=True)
+    scale = shape.d**-0.5
+    weights = cuflash.softmax(q @ k.swapaxes(-1, -2) * scale)
+
+    def by_stored_weights() -> tuple[Any, ...]:
+        """Five passes over matrices of all pairs, one of them kept since the forward."""
+        dscores = cuflash.softmax_vjp(dout @ v.swapaxes(-1, -2), weights) * scale
+        transposed = dscores.swapaxes(-1, -2), weights.swapaxes(-1, -2)
+        return dscores @ k, transposed[0] @ q, transposed[1] @ dout
+
+    return {
+        "materialized": by_stored_weights,
+        "flash": partial(cuflash.flash_attention_vjp, dout, q, k, v, out, lse),
+    }
+
+
+def _decode(machine: Machine, *, shape: Decode) -> Calls:
+    q, k, v = (machine.normal(size, shape.dtype, seed) for seed, size in enumerate(shape.shapes))
+    grouped: dict[str, Any] = {"enable_gqa": True}
+    return {
+        "materialized": partial(baselines.materialized_attention, q, k, v, **grouped),
+        "flash": partial(cuflash.flash_attention, q, k, v, **grouped),
+        "copy": machine.copy(k),  # read and written: the bytes of both
     }
 
 
