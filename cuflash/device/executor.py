@@ -133,13 +133,27 @@ class CurrentDevice:
             (address,) = struct.unpack_from("@P", parameters.tobytes(), launch.clears)
             cupy.cuda.runtime.memsetAsync(address, 0, 4, self.stream.ptr)
             return
-        ready(launch, self.device)((parameters,), stream=self.stream)
+        load(launch.kernel, self.device)(
+            *((_blocks(launch, self.device),), (launch.block,), (parameters,)),
+            shared_mem=launch.shared_bytes,
+            stream=self.stream,
+        )
 
 
-def ready(launch: Launch, device: int) -> Callable[..., None]:
-    """Return all of a launch but a tuple of its parameter block, and the keyword `stream`."""
-    grid = launch.grid
-    if launch.staying:
-        grid = min(grid, launch.staying * fitting_clusters(launch, device))
+def ready(launch: Launch, device: int) -> Callable[[int, int, int], None]:
+    """Return the driver's cuLaunchKernel with all of a launch but its last three arguments.
+
+    They are a stream, the address of an array that has the address of the parameter block, and 0.
+    """
     kernel = load(launch.kernel, device)
-    return partial(kernel, (grid,), (launch.block,), shared_mem=launch.shared_bytes)
+    blocks = _blocks(launch, device), 1, 1
+    threads = launch.block, 1, 1
+    return partial(
+        cupy.cuda.driver.launchKernel, kernel.ptr, *blocks, *threads, launch.shared_bytes
+    )
+
+
+def _blocks(launch: Launch, device: int) -> int:
+    if not launch.staying:
+        return launch.grid
+    return min(launch.grid, launch.staying * fitting_clusters(launch, device))

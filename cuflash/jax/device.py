@@ -13,13 +13,12 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple, NoReturn
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import cupy
 import jax
 import numpy as np
-from cupy.cuda.function import CPointer
 
 from .. import engine
 from .._attention import check_method
@@ -194,14 +193,19 @@ def launches_of(text: bytes, addresses: Sequence[int], device: int) -> list[tupl
     return recorder.launches
 
 
+#: A launch but for a stream, the address of its block's address, and 0.
+Start: TypeAlias = Callable[[int, int, int], None]
+
+
 class Prepared(NamedTuple):
     """What a program starts on a device: all but where its buffers lie.
 
-    `words` are the parameter blocks, end to end, each so many bytes after the `begins`. `places`
-    are the words that are addresses, with a buffer and what the word is behind its address.
+    `words` are the parameter blocks, end to end, each so many bytes after the `begins`, and a word
+    for the address of each. `places` are the words of blocks that are addresses, with a buffer and
+    what the word is behind its address.
     """
 
-    starts: tuple[Callable[..., None], ...]
+    starts: tuple[Start, ...]
     words: array[int]
     begins: tuple[int, ...]
     places: tuple[tuple[int, int, int], ...]
@@ -236,14 +240,15 @@ def prepared(text: bytes, device: int) -> Prepared | None:
     begins = np.cumsum([0, *(block.nbytes for block in blocks[:-1])]).tolist()
     offsets = words[places] - first[buffers]
     found = zip(places.tolist(), buffers.tolist(), offsets.tolist(), strict=True)
-    return Prepared(starts, array("q", words.tobytes()), tuple(begins), tuple(found))
+    pointers = bytes(len(starts) * words.itemsize)
+    return Prepared(starts, array("q", words.tobytes() + pointers), tuple(begins), tuple(found))
 
 
 class Bound(NamedTuple):
-    """What a call starts, all but the stream, and the parameter blocks that this reads."""
+    """What a call starts, each with the address of its block's address, and what lies there."""
 
-    starts: tuple[Callable[..., None], ...]
-    blocks: Any
+    starts: tuple[tuple[Start, int], ...]
+    memory: Any
 
 
 @lru_cache(maxsize=1024)
@@ -255,30 +260,25 @@ def bound(text: bytes, addresses: tuple[int, ...], device: int) -> Bound:
     # Plans ask whether an address is a multiple of at most this, and 0 is no address.
     usual = not any(address % _LEAST_ALIGNMENT or not address for address in addresses)
     known = prepared(text, device) if usual else None
-    blocks: Any
+    blocks: Any = None
     if known is None or len(addresses) != _program(text).buffers:
         launches = launches_of(text, addresses, device)
         starts = tuple(ready(launch, device) for launch, _ in launches)
         blocks = [block for _, block in launches]
-        pointers = [block.ctypes.data for block in blocks]
+        words = array("q", [block.ctypes.data for block in blocks])
+        begin, _ = words.buffer_info()
     else:
         # Words of Python: NumPy takes twice as long for so few.
-        starts, blocks = known.starts, known.words[:]
+        starts, words = known.starts, known.words[:]
         for place, buffer, offset in known.places:
-            blocks[place] = addresses[buffer] + offset
-        start_of_words, _ = blocks.buffer_info()
-        pointers = [start_of_words + begin for begin in known.begins]
-    calls = [
-        partial(start, (CPointer(pointer),))
-        for start, pointer in zip(starts, pointers, strict=True)
-    ]
-    return Bound(tuple(calls), blocks)
-
-
-class _Stream(NamedTuple):
-    """What CuPy launches on: anything with the address of a stream."""
-
-    ptr: int
+            words[place] = addresses[buffer] + offset
+        begin, count = words.buffer_info()
+        first = count - len(starts)
+        for i, offset in enumerate(known.begins):
+            words[first + i] = begin + offset
+        begin += first * words.itemsize
+    pointers = range(begin, begin + len(starts) * words.itemsize, words.itemsize)
+    return Bound(tuple(zip(starts, pointers, strict=True)), (blocks, words))
 
 
 def execute(text: bytes, addresses: list[int], frame: ffi_abi.CallFrame) -> None:
@@ -303,10 +303,9 @@ def _device_count() -> int:
 
 def run(text: bytes, addresses: Sequence[int], device: int, stream: int) -> None:
     """Start the kernels of a call on the current device."""
-    on = _Stream(stream)
     call = bound(text, tuple(addresses), device)  # kept, as its blocks are, until all have started
-    for start in call.starts:
-        start(stream=on)
+    for start, pointer in call.starts:
+        start(stream, pointer, 0)
 
 
 handler = ffi_abi.handler(execute, ffi_abi.COMMAND_BUFFER_COMPATIBLE)

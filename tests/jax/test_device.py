@@ -38,11 +38,11 @@ def register_emulated():
     return handler
 
 
-class PointerToBlock:
+class Block:
     """What is known of a block where it is launched, as far as the emulation asks for it."""
 
-    def __init__(self, address):
-        self.ctypes = SimpleNamespace(data=address)
+    def __init__(self, pointer):
+        self.ctypes = SimpleNamespace(data=ctypes.c_int64.from_address(pointer).value)
 
 
 @pytest.fixture
@@ -56,15 +56,14 @@ def launched(monkeypatch):
     executor = HostExecutor(limits=limits)
 
     def ready(launch, ordinal):
-        def start(parameters, *, stream):
+        def start(stream, pointer, extra):
             # What the handler says of device and stream is what XLA said.
-            assert (ordinal, stream.ptr) == (0, 0x5EED)
-            executor.launch(launch, *parameters)
+            assert (ordinal, stream, extra) == (0, 0x5EED, 0)
+            executor.launch(launch, Block(pointer))
 
         return start
 
     monkeypatch.setattr(device, "ready", ready)
-    monkeypatch.setattr(device, "CPointer", PointerToBlock)
     monkeypatch.setattr(device, "device_limits", lambda device: limits)
     monkeypatch.setattr(ops, "TARGET", EMULATED)
     monkeypatch.setattr(host, "prepare", lambda call: device.rehearse(call, limits).used)
@@ -260,13 +259,12 @@ def started(monkeypatch):
 
     found = []
 
-    def start(parameters, *, stream):
+    def start(stream, pointer, extra):
         time.sleep(0.05)  # time enough for another thread to write its addresses
-        (at,) = parameters
-        found.append((stream.ptr, at, list((ctypes.c_int64 * 3).from_address(at))))
+        at = Block(pointer).ctypes.data
+        found.append((stream, at, list((ctypes.c_int64 * 3).from_address(at))))
 
-    program = device.Prepared((start,), array("q", [0, 0, 7]), (0,), ((0, 0, 0), (1, 1, 16)))
-    monkeypatch.setattr(device, "CPointer", lambda address: address)
+    program = device.Prepared((start,), array("q", [0, 0, 7, 0]), (0,), ((0, 0, 0), (1, 1, 16)))
     monkeypatch.setattr(device, "prepared", lambda text, ordinal: program)
     monkeypatch.setattr(device, "_program", lambda text: SimpleNamespace(buffers=2))
     device.bound.cache_clear()
