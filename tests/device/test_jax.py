@@ -82,7 +82,10 @@ def test_vmap_is_a_batch_axis(jax, inside):
 
 def test_jax_computes_the_same(jax, inside):
     q, k, v = (normal(jax, i, 2, n, h, 64) for i, (n, h) in enumerate([(50, 4), (70, 2), (70, 2)]))
-    for options in ({"is_causal": True}, {"local_window_size": (9, 3)}):
+    bias, mask = normal(jax, 3, 4, 50, 70), normal(jax, 4, 2, 1, 50, 70) > -1
+    lengths = jax.numpy.asarray([70, 33])
+    several = {"bias": bias, "mask": mask, "key_value_seq_lengths": lengths}
+    for options in ({"is_causal": True}, {"local_window_size": (9, 3)}, several):
         ours = inside.dot_product_attention(q, k, v, **options)
         with jax.default_matmul_precision("highest"):
             theirs = jax.nn.dot_product_attention(q, k, v, **options)
@@ -140,8 +143,17 @@ def test_a_call_allocates_and_compiles_nothing(jax, inside, monkeypatch):
     assert np.isfinite(np.asarray(out)).all()
 
 
-def test_calls_are_captured_in_command_buffers(jax, inside):
-    """Many calls in one program, which XLA records once: fresh values in every run."""
+def test_calls_are_captured_in_command_buffers(jax, inside, monkeypatch):
+    """Many calls in one program, which XLA records in graphs: fresh values in every run."""
+    from cuflash.jax import device
+
+    captured = []
+
+    def run(text, addresses, ordinal, stream, of=device.run):
+        captured.append(cupy.cuda.runtime.streamIsCapturing(stream))
+        of(text, addresses, ordinal, stream)
+
+    monkeypatch.setattr(device, "run", run)
 
     @jax.jit
     def chain(x):
@@ -157,6 +169,7 @@ def test_calls_are_captured_in_command_buffers(jax, inside):
                 cuflash.flash_attention(expected, expected, expected, causal=True) + 1
             )
         np.testing.assert_allclose(chain(x), cupy.asnumpy(expected), atol=1e-6)
+    assert captured.count(True) >= 16  # all calls of the program
 
 
 def test_errors_of_a_call_reach_the_caller(jax, inside, monkeypatch):

@@ -12,7 +12,15 @@ import cuflash
 from cuflash.testing.bounds import assert_attention_close, expect_attention
 from cuflash.testing.strategies import varlen_problems
 from cuflash.testing.varlen import VARLEN_PROPERTIES
-from tests.device.test_attention import BFLOAT16, METHODS, by_family, normal, on_device
+from tests.device.test_attention import (
+    BFLOAT16,
+    METHODS,
+    _Peak,
+    by_family,
+    normal,
+    on_device,
+    rounded,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
@@ -71,6 +79,24 @@ def test_tiles_of_one_sequence_and_others(d, causal):
         assert_attention_close(cupy.asnumpy(out[:, rows]), cupy.asnumpy(lse[:, rows]), expected)
     assert not cupy.asnumpy(out[:, ends[-1] :]).any()
     assert (cupy.asnumpy(lse[:, ends[-1] :]) == -np.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16], ids=str)
+def test_memory_is_the_results(dtype):
+    """By every family of kernels: no record of an allocation has a byte for each score."""
+    ends = cupy.asarray([0, 200, 4200, 4200, 8192])
+    q, k, v = (normal(seed, 2, 8192, 64, dtype=dtype) for seed in range(3))
+    for method in ("auto", *METHODS):
+        size = by_family(partial(cuflash.workspace_size, varlen=True, num_splits=1), method)
+        scratch = cupy.empty(size(q, k, v), np.uint8)
+        call = by_family(partial(cuflash.flash_attention_varlen, num_splits=1), method)
+        with _Peak() as peak:
+            out, lse = call(q, k, v, ends, ends, return_lse=True)
+        assert peak.peak == sum(map(rounded, (out.nbytes, lse.nbytes, scratch.nbytes)))
+        assert peak.largest < 3992**2
+        with _Peak() as peak:
+            call(q, k, v, ends, ends, out=out, lse=lse, workspace=scratch)
+        assert peak.peak == 0
 
 
 def test_ends_on_the_device_are_not_read_by_the_host():
