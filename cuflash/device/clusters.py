@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any
 
 from .compiler import Launch, load
+from .driver import cuda_driver
 
 #: CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION of cuda.h.
 _CLUSTER_DIMENSION = 4
@@ -36,11 +36,6 @@ class _Configuration(ctypes.Structure):
 
 
 @cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-@cache
 def fitting_clusters(launch: Launch, device: int) -> int:
     """Return how many clusters of a launch's kernel fit on the device, the current one, at a time.
 
@@ -62,7 +57,7 @@ def fitting_clusters(launch: Launch, device: int) -> int:
         attribute_count=1,
     )
     count = ctypes.c_int()
-    status = _driver().cuOccupancyMaxActiveClusters(
+    status = cuda_driver().cuOccupancyMaxActiveClusters(
         ctypes.byref(count),
         ctypes.c_void_p(load(launch.kernel, device).ptr),
         ctypes.byref(configuration),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+
+from .driver import cuda_driver
 
 #: Axes of every map: elements and rows, then three of the batch.
 AXES = 5
@@ -72,7 +74,7 @@ def encode(tensor: TensorMap, address: int) -> np.ndarray:
     start = -memory.ctypes.data % 64 // 8  # the driver wants a multiple of 64 bytes
     words = memory[start : start + _WORDS]
     box = (BOX_ELEMENTS, tensor.box_rows, *[1] * (AXES - 2))
-    status = _driver().cuTensorMapEncodeTiled(
+    status = cuda_driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(words.ctypes.data),
         _DATA_TYPES[tensor.dtype],
         ctypes.c_uint32(AXES),
@@ -90,8 +92,3 @@ def encode(tensor: TensorMap, address: int) -> np.ndarray:
         raise RuntimeError(f"cuTensorMapEncodeTiled: error {status} for {tensor} at {address:#x}")
     words.flags.writeable = False
     return words
-
-
-@cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")

@@ -22,7 +22,7 @@ def test_the_driver_is_asked_about_the_launch(fits, status, found, monkeypatch):
         return status
 
     driver = SimpleNamespace(cuOccupancyMaxActiveClusters=occupancy)
-    monkeypatch.setattr(clusters, "_driver", lambda: driver)
+    monkeypatch.setattr(clusters, "cuda_driver", lambda: driver)
     monkeypatch.setattr(clusters, "load", lambda kernel, device: SimpleNamespace(ptr=1 << 40))
     launch = Launch(KernelName("file", f"kernel {fits} {status}"), 128, 512, 221_952, 16)
     if found is None:
