@@ -433,8 +433,8 @@ MUTATIONS = [
     Mutation(
         "JAX: not on the stream of the call",
         JAX_DEVICE,
-        "on = _Stream(stream)",
-        "on = _Stream(0)",
+        "start(stream, pointer, 0)",
+        "start(0, pointer, 0)",
         f"{JAX_EMULATED}::test_forward",
     ),
     Mutation(

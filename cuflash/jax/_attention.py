@@ -157,7 +157,7 @@ def as_arrays(given: AttentionArrays) -> AttentionArrays:
     """
     converted: list[Any] = []
     for at, (name, x) in enumerate(zip(given._fields, given, strict=True)):
-        if isinstance(x, jax.Array) or (x is None and name not in ("q", "k", "v")):
+        if x is None and name not in ("q", "k", "v"):
             converted.append(x)
         elif at >= FIRST_INTEGER and isinstance(x, int | np.integer):
             converted.append(x if isinstance(x, int) else int(x))

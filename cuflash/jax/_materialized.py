@@ -159,11 +159,10 @@ def _seen(problem: AttentionProblem, arrays: AttentionArrays) -> Any:
 
 
 def _scores(problem: AttentionProblem, arrays: AttentionArrays, acc: Any) -> Any:
-    q, k = (
-        jnp.broadcast_to(x, (*problem.batch_shape, *x.shape[-2:])).astype(acc)
-        for x in (arrays.q, arrays.k)
-    )
+    q, k = arrays.q.astype(acc), arrays.k.astype(acc)
     scores = problem.scale * jnp.matmul(q, k.swapaxes(-1, -2), precision="highest")
+    # Not the operands: on an explicit mesh, axes that they do not have would count as not sharded.
+    scores = jnp.broadcast_to(scores, (*problem.batch_shape, problem.tq, problem.tk))
     if problem.softcap is not None:
         scores = problem.softcap * jnp.tanh(scores / problem.softcap)
     if arrays.bias is not None:

@@ -10,6 +10,7 @@ call, so that XLA may capture it in a CUDA graph.
 from __future__ import annotations
 
 import math
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -281,6 +282,16 @@ def bound(text: bytes, addresses: tuple[int, ...], device: int) -> Bound:
     return Bound(tuple(zip(starts, pointers, strict=True)), (blocks, words))
 
 
+class _Thread(threading.local):
+    """What is kept for each thread that XLA calls from."""
+
+    #: Whether CUDA has a context here, which CuPy's own launches see to each time.
+    has_context = False
+
+
+_thread = _Thread()
+
+
 def execute(text: bytes, addresses: list[int], frame: ffi_abi.CallFrame) -> None:
     """Start the kernels of a call on its stream."""
     device = current = cupy.cuda.runtime.getDevice()
@@ -290,6 +301,9 @@ def execute(text: bytes, addresses: list[int], frame: ffi_abi.CallFrame) -> None
             device = current
     stream = ffi_abi.stream(frame)
     if device == current:
+        if not _thread.has_context:
+            cupy.cuda.runtime.setDevice(device)
+            _thread.has_context = True
         run(text, addresses, device, stream)
         return
     with cupy.cuda.Device(device):

@@ -93,9 +93,14 @@ def test_jax_computes_the_same(jax, inside):
 
 
 def test_softmax_and_its_gradient(jax, inside):
-    # Of a row each thread block, and so long that several share it and need a workspace.
-    for shape in ((40, 300), (2, 1 << 20)):
-        x = normal(jax, 0, *shape)
+    # Of a row each thread block; so long that several share it and need a workspace; so many that
+    # they are dealt out to clusters.
+    for dtype, *shape in (
+        ("float32", 40, 300),
+        ("float32", 2, 1 << 20),
+        ("float64", 1100, 1 << 14),
+    ):
+        x = normal(jax, 0, *shape, dtype=dtype)
         y, dx = jax.jit(jax.value_and_grad(lambda x: (inside.softmax(x) ** 2).sum()))(x)
         their_y, their_dx = jax.value_and_grad(lambda x: (jax.nn.softmax(x) ** 2).sum())(x)
         np.testing.assert_allclose(y, their_y, rtol=1e-4)

@@ -335,6 +335,9 @@ def test_meshes_with_explicit_axes(rng):
     def with_residual(q, k, v):
         return dot_product_attention(q, k, v, is_causal=True, return_residual=True)
 
+    def by_formula(q, k, v):
+        return materialized_attention(q, k, v, bias=q[..., :1, :1], return_lse=True)
+
     def of_softmax(q, k, v):
         return softmax(q) * v[:, 0].sum(), logsumexp(q) + k.sum()
 
@@ -348,6 +351,11 @@ def test_meshes_with_explicit_axes(rng):
                 spread((None, "b"), 2, 4, 6, 5),
             ],
             [(None, None, "a", None), (None, None, "a")],
+        ),
+        (
+            by_formula,
+            [spread(("a", "b"), 2, 4, 6, 8)] + [spread(("a",), 2, 1, 7, 8) for _ in range(2)],
+            [("a", "b", None, None), ("a", "b", None)],
         ),
         (
             with_residual,

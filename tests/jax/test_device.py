@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from array import array
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -176,6 +177,7 @@ def test_the_handler_asks_xla_for_stream_and_device(launched, rng, monkeypatch):
     from cuflash.jax import device
 
     monkeypatch.setattr(device.cupy.cuda.runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(device.cupy.cuda.runtime, "setDevice", lambda ordinal: None)
     (call,) = called(lambda: flash_attention(*[jnp.zeros((4, 8), np.float32)] * 3))
     text = calls.encode(call, 0).encode()
     seen = []
@@ -303,6 +305,42 @@ def test_blocks_of_places_that_were_seen_are_used_again(started):
     assert places[4] == places[0]
 
 
+@pytest.mark.parametrize("second", [64 + 8, 64 + 32, 0])
+def test_places_that_plans_may_ask_about_have_a_plan_of_their_own(started, monkeypatch, second):
+    """An address that is a multiple of less than XLA's buffers' are, or none."""
+    from cuflash.jax import device
+
+    planned = []
+    monkeypatch.setattr(device, "launches_of", lambda *call: planned.append(call) or [])
+    for _ in range(2):
+        device.run(b"a call", [64, second], 0, 1)
+    assert planned == [(b"a call", (64, second), 0)]
+    assert not started
+
+
+def test_a_thread_that_calls_has_a_context(monkeypatch):
+    """Once a thread: XLA calls from its own, where CuPy has started nothing yet."""
+    from cuflash.jax import device
+
+    seen = []
+    runtime = SimpleNamespace(
+        getDevice=lambda: 0, setDevice=lambda ordinal: seen.append(("context", ordinal))
+    )
+    monkeypatch.setattr(device.cupy.cuda, "runtime", runtime)
+    monkeypatch.setattr(device, "_device_count", lambda: 1)
+    monkeypatch.setattr(device.ffi_abi, "stream", lambda frame: 7)
+    monkeypatch.setattr(device, "run", lambda *call: seen.append(call))
+
+    def calls():
+        for _ in range(2):
+            device.execute(b"a call", [64], None)
+
+    thread = threading.Thread(target=calls)
+    thread.start()
+    thread.join()
+    assert seen == [("context", 0), *[(b"a call", [64], 0, 7)] * 2]
+
+
 def ops_of_jax(q, k, v):
     return jax.nn.softmax(q @ k.T / np.sqrt(q.shape[-1])) @ v
 
@@ -350,13 +388,13 @@ def test_parts_of_the_workspace_lie_apart():
 
 
 def test_a_program_is_prepared_for_every_device(monkeypatch, rng):
-    from contextlib import nullcontext
 
     from cuflash.jax import device
     from tests import devices
 
     x = normal(rng, 70, 8)
     (call,) = called(lambda: flash_attention(x, x, x, num_splits=3))
+    (alone,) = called(lambda: flash_attention(x, x, x, num_splits=1))
     warmed = []
     monkeypatch.setattr(
         device.jax,
@@ -364,14 +402,42 @@ def test_a_program_is_prepared_for_every_device(monkeypatch, rng):
         lambda backend: [SimpleNamespace(local_hardware_id=i) for i in (0, 2)],
     )
     monkeypatch.setattr(device.cupy.cuda, "Device", lambda ordinal: nullcontext())
-    monkeypatch.setattr(device, "device_limits", lambda ordinal: devices.H200)
+    # The one that is asked last needs no workspace.
+    rehearse = device.rehearse
+    monkeypatch.setattr(device, "device_limits", lambda ordinal: ordinal)
+    monkeypatch.setattr(
+        device,
+        "rehearse",
+        lambda call, ordinal: rehearse(call if ordinal == 0 else alone, devices.H200),
+    )
     monkeypatch.setattr(device, "warm", lambda kernels: warmed.append(list(kernels)))
-    assert device.prepare(call) == device.rehearse(call, devices.H200).used > 3 * 70 * 8 * 4
+    assert device.prepare(call) == rehearse(call, devices.H200).used > 3 * 70 * 8 * 4
     assert len(warmed) == 2
     assert [k.expression.partition("<")[0] for k in warmed[0]] == [
         "cuflash::forward_tf32",
         "cuflash::combine",
     ]
+
+
+def test_clusters_that_stay_are_counted_when_a_program_is_compiled(monkeypatch):
+    """Rows that are dealt out: the driver is not asked in a call, which XLA may be recording."""
+    from cuflash.jax import device
+    from tests import devices
+
+    (call,) = called(lambda: softmax(jnp.zeros((1100, 1 << 16))))
+    asked = []
+    monkeypatch.setattr(
+        device.jax, "local_devices", lambda backend: [SimpleNamespace(local_hardware_id=3)]
+    )
+    monkeypatch.setattr(device.cupy.cuda, "Device", lambda ordinal: nullcontext())
+    monkeypatch.setattr(device, "device_limits", lambda ordinal: devices.H200)
+    monkeypatch.setattr(device, "warm", lambda kernels: None)
+    monkeypatch.setattr(device, "fitting_clusters", lambda *launch: asked.append(launch))
+    assert device.prepare(call) == 16
+    begin, stay = (launch for launch, _ in device.rehearse(call, devices.H200).launches)
+    assert begin.kernel.expression == "cuflash::begin_dealing"
+    assert stay.staying
+    assert asked == [(stay, 3)]
 
 
 def test_addresses_between_elements_are_refused(launched, rng):
