@@ -111,8 +111,9 @@ def test_a_run_of_a_part_is_not_recorded(options: list[str], tree: Path) -> None
 
 def test_digest_sees_every_change(tmp_path: Path) -> None:
     kernel = tmp_path / "kernels" / "lib" / "a.cuh"
-    kernel.parent.mkdir(parents=True)
-    (tmp_path / "cuflash").mkdir()
+    plan, handler = (tmp_path / "cuflash" / name / "x.py" for name in ("device", "jax"))
+    for path in (kernel, plan, handler):
+        path.parent.mkdir(parents=True)
     for name in ("_options.py", "problem.py", "problem_vjp.py", "interop.py"):
         (tmp_path / "cuflash" / name).write_text("")
     seen = set()
@@ -121,9 +122,11 @@ def test_digest_sees_every_change(tmp_path: Path) -> None:
         lambda: kernel.write_text("2"),
         lambda: kernel.rename(kernel.with_name("b.cuh")),
         lambda: (tmp_path / "cuflash" / "problem.py").write_text("x"),
+        lambda: plan.write_text("1"),
+        lambda: handler.write_text("1"),
     ):
         change()
         seen.add(digest(tmp_path))
-    assert len(seen) == 4
+    assert len(seen) == 6
     (tmp_path / "kernels" / "notes.md").write_text("not run by anything")
     assert digest(tmp_path) in seen
