@@ -2,7 +2,7 @@
 
 An engine is a module with the functions of `Engine`. It is told what to do by a frozen problem and
 the native arrays, allocates what `empty` is asked for, and fills outputs in place. `cuflash.host`
-(NumPy) and `cuflash.device` (CuPy) are engines.
+(NumPy) and `cuflash.device.engine` (CuPy) are engines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SOFTMAX_METHODS = {
 
 
 class Engine(Protocol):
-    """What `cuflash.host` and `cuflash.device` provide."""
+    """What `cuflash.host` and `cuflash.device.engine` provide."""
 
     def device_of(self, x: Any) -> AbstractContextManager[Any]:
         """Make the device of an array the current one: where the other functions then work."""
@@ -155,7 +155,10 @@ class Engine(Protocol):
         """Fill (out, lse) with attention over the union of the parts' key sets."""
 
 
+_MODULES = {"host": ".host", "device": ".device.engine"}
+
+
 @cache
 def load(name: str) -> Engine:
     """Import the engine "host" or "device"."""
-    return cast(Engine, importlib.import_module(f".{name}", __package__))
+    return cast(Engine, importlib.import_module(_MODULES[name], __package__))

@@ -1,13 +1,17 @@
 """What `import cuflash` loads and costs, and which file may import what."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from types import FunctionType
 from typing import NamedTuple
 
 import pytest
+
+from cuflash import engine
 
 PACKAGE = Path(__file__).resolve().parent.parent / "cuflash"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
@@ -146,3 +150,40 @@ print(time.process_time() - start)
 """
     # The fastest of several runs, in time of the process: what else the machine does varies.
     assert min(float(run_python(code)) for _ in range(5)) < 0.2
+
+
+def test_first_call_of_attention_imports_nothing_else_of_the_device_engine() -> None:
+    pytest.importorskip("cupy")
+    code = """
+import sys
+import numpy
+from cuflash import engine
+from cuflash.problem import ArraySpec, AttentionArrays, AttentionProblem, c_strides
+from tests.devices import H200
+core = engine.load("device")
+core.device_of, core.empty, core.attention  # as a call asks for them
+from cuflash.device.attention import plan_attention
+q = ArraySpec((3, 200, 64), c_strides((3, 200, 64), 2), numpy.dtype("float16"))
+plan = plan_attention(AttentionProblem.of(AttentionArrays(q, q, q)), q, None, H200)
+assert plan.method == "wgmma"
+print(*sorted(name for name in sys.modules if name.startswith("cuflash.device.")))
+print("concurrent.futures" in sys.modules)
+"""
+    modules, pool = run_python(code).splitlines()
+    others = ("vjp", "softmax", "online", "merge", "fused", "layer_norm", "baselines")
+    loaded = [name.removeprefix("cuflash.device.") for name in modules.split()]
+    assert "attention_plans_wgmma" in loaded
+    assert [name for name in loaded if name == "plans" or any(x in name for x in others)] == []
+    assert pool == "False"
+
+
+def test_device_engine_has_every_function() -> None:
+    pytest.importorskip("cupy")
+    core = engine.load("device")
+    # A function of a module's own name, whichever of the two was asked for first.
+    importlib.import_module("cuflash.device.softmax")
+    for name in vars(engine.Engine):
+        if not name.startswith("_"):
+            assert isinstance(getattr(core, name), FunctionType), name
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        _ = core.other  # type: ignore[attr-defined]

@@ -67,7 +67,7 @@ from .attention_plans_wgmma import (
     wgmma_score,
     wgmma_tile,
 )
-from .compiler import KernelName, Launch
+from .compiler import C_TYPES, KernelName, Launch
 from .executor import DeviceLimits
 from .parameters import (
     ATTENTION_PARAMETERS,
@@ -83,7 +83,6 @@ from .parameters import (
     with_sequences,
     write_problem,
 )
-from .plans import C_TYPES
 
 # ------------------------------------------------------------------------------------- simt: tiles
 

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..problem import ArraySpec, AttentionProblem, accumulator
-from .compiler import KernelName, Launch
+from .compiler import C_TYPES, KernelName, Launch
 from .parameters import (
     COMBINE_EVEN,
     FLOAT_TYPES,
     BatchPlan,
     write_array,
 )
-from .plans import C_TYPES
 
 _SOURCE = "attention/combine.cu"
 WARP = 32

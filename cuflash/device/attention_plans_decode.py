@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..problem import AttentionProblem
-from .compiler import KernelName
+from .compiler import C_TYPES, KernelName
 from .executor import DeviceLimits
-from .plans import C_TYPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ import numpy as np
 
 from ..problem import AttentionProblem
 from .attention_plans_decode import decode_kernels
-from .compiler import KernelName
+from .compiler import C_TYPES, KernelName
 from .executor import DeviceLimits
-from .plans import C_TYPES
 
 
 @dataclass(frozen=True, slots=True)

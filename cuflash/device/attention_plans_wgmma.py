@@ -11,10 +11,9 @@ import numpy as np
 
 from ..problem import ArraySpec, AttentionProblem
 from .attention_plans_mma import BOUNDS, SINGLE_STEPS, WIDEST, mma_score
-from .compiler import KernelName, ParameterBlock
+from .compiler import C_TYPES, KernelName, ParameterBlock
 from .executor import DeviceLimits
 from .parameters import ATTENTION_PARAMETERS, BatchPlan
-from .plans import C_TYPES
 from .tensor_map import ALIGNMENT, AXES, TensorMap, encode
 
 #: A struct of maps begins, and ends, at a multiple of this.

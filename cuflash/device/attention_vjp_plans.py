@@ -44,10 +44,9 @@ from .attention_vjp_stages import (
     operand_specs,
     plan_stages,
 )
-from .compiler import KernelName, Launch
+from .compiler import C_TYPES, KernelName, Launch
 from .executor import DeviceLimits
 from .parameters import moduli
-from .plans import C_TYPES
 
 # ------------------------------------------------------------------------------------------- tiles
 

@@ -11,9 +11,8 @@ import numpy as np
 from ..problem import ArraySpec, AttentionProblem
 from .attention_plans_mma import MmaTile, full_mma_obstacle, is_foldable
 from .attention_vjp_stages import Sweep, bias_tiles
-from .compiler import KernelName
+from .compiler import C_TYPES, KernelName
 from .executor import DeviceLimits
-from .plans import C_TYPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,9 @@ from .attention_plans_wgmma import (
     mapped_block,
 )
 from .attention_vjp_stages import OPERANDS, Stage, Sweep, operand_specs, own_pointers, plan_stages
-from .compiler import KernelName, Launch
+from .compiler import C_TYPES, KernelName, Launch
 from .executor import DeviceLimits
 from .parameters import VJP_PARAMETERS, BatchPlan, Slots, as_words, slot_members, with_sequences
-from .plans import C_TYPES
 from .tensor_map import ALIGNMENT, AXES
 
 #: Operands that have a map, in the order of the parameter block.

@@ -13,7 +13,7 @@ import numpy as np
 from ..problem import ArraySpec, AttentionProblem, accumulator
 from .attention_plans import score_pipeline
 from .attention_plans_mma import MmaTile, full_mma_obstacle, mma_score
-from .compiler import KernelName, Launch, ParameterBlock
+from .compiler import C_TYPES, KernelName, Launch, ParameterBlock
 from .executor import DeviceLimits
 from .layer_norm_plans import DROPOUT, are_packed
 from .parameters import (
@@ -24,7 +24,6 @@ from .parameters import (
     slot_members,
     write_problem,
 )
-from .plans import C_TYPES
 
 _OPERANDS = (
     "q", "k", "v", "mask", "bias", "alibi_slopes", "sinks",

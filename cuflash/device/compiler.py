@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,6 +23,14 @@ from .._sources import kernel_source
 
 _INCLUDE = re.compile(r'^#include "(?P<path>[^"]+)"\n', re.MULTILINE)
 _STANDARD = "-std=c++17"
+
+#: Names of the dtypes in C++.
+C_TYPES = {
+    "float64": "double",
+    "float32": "float",
+    "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+}
 
 
 class KernelName(NamedTuple):
@@ -162,12 +169,12 @@ def load(kernel: KernelName, device: int) -> Any:
         code=assemble(kernel.source), options=options, name_expressions=(kernel.expression,)
     )
     function = module.get_function(kernel.expression)
-    attributes = cupy.cuda.Device(device).attributes
+    most = cupy.cuda.runtime.deviceGetAttribute(
+        cupy.cuda.runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device
+    )
     # Dynamic shared memory above 48 KB must be asked for. The limit costs nothing: what a launch
     # takes is the launch's own figure.
-    function.max_dynamic_shared_size_bytes = (
-        attributes["MaxSharedMemoryPerBlockOptin"] - function.shared_size_bytes
-    )
+    function.max_dynamic_shared_size_bytes = most - function.shared_size_bytes
     if int(cupy.cuda.Device(device).compute_capability) >= 90:
         # So must clusters of more than 8 blocks, which not every such device has.
         driver.funcSetAttribute(function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
@@ -176,6 +183,8 @@ def load(kernel: KernelName, device: int) -> Any:
 
 def warm(kernels: Iterable[KernelName], threads: int | None = None) -> None:
     """Compile kernels for the current device, several at a time: NVRTC releases the GIL."""
+    from concurrent.futures import ThreadPoolExecutor  # only now: most processes never do this
+
     device = cupy.cuda.Device()
 
     def compile_one(kernel: KernelName) -> None:

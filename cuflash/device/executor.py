@@ -61,16 +61,21 @@ def _cluster_blocks(compute_capability: str) -> int:
 @cache
 def device_limits(device: int) -> DeviceLimits:
     """Return what plans read of a device."""
-    attributes = cupy.cuda.Device(device).attributes
+    runtime = cupy.cuda.runtime
+
+    def attribute(name: str) -> int:
+        # One by one: `Device.attributes` reads all of them, some of them slowly.
+        return int(runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device))
+
     return DeviceLimits(
         compute_capability=cupy.cuda.Device(device).compute_capability,
-        multiprocessors=attributes["MultiProcessorCount"],
-        threads_per_sm=attributes["MaxThreadsPerMultiProcessor"],
-        registers_per_sm=attributes["MaxRegistersPerMultiprocessor"],
-        shared_per_sm=attributes["MaxSharedMemoryPerMultiprocessor"],
-        shared_per_block=attributes["MaxSharedMemoryPerBlockOptin"],
-        l2_bytes=attributes["L2CacheSize"],
-        blocks=attributes["MaxGridDimX"],
+        multiprocessors=attribute("MultiProcessorCount"),
+        threads_per_sm=attribute("MaxThreadsPerMultiProcessor"),
+        registers_per_sm=attribute("MaxRegistersPerMultiprocessor"),
+        shared_per_sm=attribute("MaxSharedMemoryPerMultiprocessor"),
+        shared_per_block=attribute("MaxSharedMemoryPerBlockOptin"),
+        l2_bytes=attribute("L2CacheSize"),
+        blocks=attribute("MaxGridDimX"),
         cluster_blocks=_cluster_blocks(cupy.cuda.Device(device).compute_capability),
     )
 

@@ -14,11 +14,10 @@ import numpy as np
 from ..problem import ArraySpec, accumulator
 from ..problem_fused import ACTIVATIONS, LANES, MatmulProblem
 from .attention_plans_wgmma import Maps, has_map, mapped_block
-from .compiler import KernelName, Launch, ParameterBlock
+from .compiler import C_TYPES, KernelName, Launch, ParameterBlock
 from .executor import DeviceLimits
 from .layer_norm_plans import are_packed
 from .parameters import BATCH, BATCHED_ARRAY, BatchPlan, Slots, as_words, write_array
-from .plans import C_TYPES
 from .tensor_map import ALIGNMENT, AXES, TensorMap
 
 MATMUL_PARAMETERS = ParameterBlock(

@@ -11,10 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..problem_fused import LANES, Dropout
-from .compiler import KernelName, Launch, ParameterBlock
+from .compiler import C_TYPES, KernelName, Launch, ParameterBlock
 from .executor import DeviceLimits
 from .parameters import as_words
-from .plans import C_TYPES
 from .softmax_regimes import power_of_two
 from .softmax_rows import CHUNK
 

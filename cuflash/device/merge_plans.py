@@ -11,7 +11,7 @@ import numpy as np
 
 from ..problem import ArraySpec, accumulator
 from .attention_plans_combine import WARP, combine_launch, row_warps, tiles_of_rows
-from .compiler import Launch, ParameterBlock
+from .compiler import C_TYPES, Launch, ParameterBlock
 from .executor import DeviceLimits
 from .parameters import (
     COMBINE_LISTED,
@@ -22,7 +22,6 @@ from .parameters import (
     Slots,
     as_words,
 )
-from .plans import C_TYPES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

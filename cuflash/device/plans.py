@@ -16,7 +16,7 @@ import numpy as np
 
 from .._options import choose_method
 from ..problem import ArraySpec, SoftmaxProblem, accumulator
-from .compiler import KernelName, Launch
+from .compiler import C_TYPES, KernelName, Launch
 from .executor import DeviceLimits
 from .softmax_regimes import (
     ACROSS_BYTES,
@@ -51,14 +51,6 @@ from .softmax_regimes import (
     strip_shape,
 )
 from .softmax_rows import CHUNK, SOFTMAX_PARAMETERS, STATISTICS, WHERE, Rows, divisor, rows_of
-
-#: Names of the dtypes in C++.
-C_TYPES = {
-    "float64": "double",
-    "float32": "float",
-    "float16": "__half",
-    "bfloat16": "__nv_bfloat16",
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from cupy_backends.cuda.api import driver
 from hypothesis import example, given, settings
 
 import cuflash
-from cuflash import baselines, device, reference
+from cuflash import baselines, reference
+from cuflash.device import engine
 from cuflash.device.attention_plans_dmma import DMMA_CAPABILITIES
 from cuflash.device.compiler import load
 from cuflash.device.executor import device_limits
@@ -240,7 +241,7 @@ def rounded(nbytes):
 def test_memory_is_the_results_and_the_stated_workspace(tq, dtype):
     """By every family of kernels: no record of an allocation has a byte for each score."""
     q, k, v = (normal(t, 2, 4, t, 64, dtype=dtype) for t in (tq, 4096, 4096))
-    for method in device.attention_methods(AttentionProblem.of(AttentionArrays(q, k, v))):
+    for method in engine.attention_methods(AttentionProblem.of(AttentionArrays(q, k, v))):
         workspace = cuflash.workspace_size(q, k, v, method=method)
         assert bool(workspace) == (tq == 1)
         call = partial(cuflash.flash_attention, q, k, v, method=method)
@@ -413,7 +414,7 @@ def test_many_parts():
         for i in range(0, 200, 10)
     ]
     out, lse = cupy.empty_like(parts[0][0]), cupy.empty_like(parts[0][1])
-    device.merge_attention(parts, out, lse)
+    engine.merge_attention(parts, out, lse)
     expected = expect_attention(*map(cupy.asnumpy, (q, k, v)))
     np.testing.assert_allclose(cupy.asnumpy(out), expected.out.value, rtol=0, atol=2e-6)
     np.testing.assert_allclose(cupy.asnumpy(lse), expected.lse.value, rtol=2e-6)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import baselines, device
+from cuflash import baselines
+from cuflash.device import engine
 from cuflash.problem import BFLOAT16, FLOATS
 from cuflash.testing.bounds import assert_attention_close, expect_attention
 from tests.device.exchange import finishes, gate, open_library
@@ -45,7 +46,7 @@ def engine_calls(monkeypatch):
         return function(*arguments)
 
     for name in ("attention", "softmax"):
-        monkeypatch.setattr(device, name, partial(record, getattr(device, name)))
+        monkeypatch.setattr(engine, name, partial(record, getattr(engine, name)))
     return calls
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cuflash import reference
-from cuflash.device.plans import C_TYPES
+from cuflash.device.compiler import C_TYPES
 from cuflash.testing.softmax_properties import MergeCase, merge_softmax_is_a_monoid
 from tests.host_cuda import builder
 from tests.host_cuda.test_shim import run

@@ -4,8 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cuflash.device.compiler import KernelName, ParameterBlock
-from cuflash.device.plans import C_TYPES
+from cuflash.device.compiler import C_TYPES, KernelName, ParameterBlock
 from tests.host_cuda import builder
 
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")

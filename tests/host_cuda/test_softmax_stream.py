@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cuflash import reference
-from cuflash.device.compiler import KernelName, Launch
-from cuflash.device.plans import C_TYPES, plan_softmax
+from cuflash.device.compiler import C_TYPES, KernelName, Launch
+from cuflash.device.plans import plan_softmax
 from cuflash.device.softmax_regimes import STAGE_BYTES
 from cuflash.device.softmax_rows import SOFTMAX_PARAMETERS
 from cuflash.problem import ArraySpec, SoftmaxProblem, accumulator
