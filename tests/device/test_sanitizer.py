@@ -12,11 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kernels")  # compiled once, in parallel, for the processes watched too
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_small_run_is_clean(tool):
+@pytest.mark.parametrize("run", ["every_family", "whole_tiles"])
+def test_small_run_is_clean(tool, run):
     result = subprocess.run(
         [
             *("compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
-            *(sys.executable, "-m", "tests.device.small_run"),
+            *(sys.executable, "-m", "tests.device.small_run", run),
         ],
         cwd=ROOT,
         capture_output=True,
