@@ -167,11 +167,27 @@ def _info_attention(args: argparse.Namespace) -> None:
     v = rest[1] if len(rest) > 1 else (*k[:-1], q[-1])
     dtype = np.dtype(args.dtype)
     specs = [ArraySpec(x, c_strides(x, dtype.itemsize), dtype) for x in (q, k, v)]
+    if args.strides:
+        if [len(x) for x in args.strides] != [len(x.shape) for x in specs]:
+            raise ValueError("--strides: as many lists as arrays, as many steps as axes")
+        specs = [
+            spec._replace(strides=tuple(step * dtype.itemsize for step in steps))
+            for spec, steps in zip(specs, args.strides, strict=True)
+        ]
+    scores, slopes = (*q[-2:-1], *k[-2:-1]), q[-3:-2]
+    options = {
+        "mask": ArraySpec(scores, c_strides(scores, 1), np.dtype(np.bool)),
+        "bias": ArraySpec(scores, c_strides(scores, 4), np.dtype(np.float32)),
+        "alibi_slopes": ArraySpec(slopes, c_strides(slopes, 4), np.dtype(np.float32)),
+    }
+    given = {name: options[name] for name in args.options}
     problem = AttentionProblem.of(
-        AttentionArrays(*specs), enable_gqa=args.enable_gqa, scale=None, causal=args.causal,
-        window=None, softcap=args.softcap, num_splits=args.num_splits, method="auto",
+        AttentionArrays(*specs, **given), enable_gqa=args.enable_gqa, scale=args.scale,
+        causal=args.causal, window=args.window, softcap=args.softcap, num_splits=args.num_splits,
+        method="auto",
     )  # fmt: skip
-    print(f"attention of contiguous {dtype.name} q {q}, k {k}, v {v} on {name}, method auto")
+    layout = "strided" if args.strides else "contiguous"
+    print(f"attention of {layout} {dtype.name} q {q}, k {k}, v {v} on {name}, method auto")
     for line in importlib.import_module("cuflash.device.attention_report").report(problem, limits):
         print(line)
 
@@ -184,6 +200,10 @@ def _shape(text: str) -> tuple[int, ...]:
     if min(shape) < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape such as 2,16,4096,128")
     return shape
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def _found(probe: Callable[[], str]) -> str:
@@ -324,6 +344,7 @@ _head.__name__ = "head"
 _positive.__name__ = "positive integer"
 _side.__name__ = "window side"
 _axis.__name__ = "axis"
+_steps.__name__ = "list of integers"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -394,7 +415,17 @@ def _parser() -> argparse.ArgumentParser:
     of_attention = info.add_argument_group("with --attention")
     of_attention.add_argument("--causal", action="store_true")
     of_attention.add_argument("--enable-gqa", action="store_true")
+    of_attention.add_argument("--scale", type=float, help="default: 1 / sqrt(D)")
+    of_attention.add_argument("--window", type=_side, nargs=2, metavar=("LEFT", "RIGHT"))
     of_attention.add_argument("--softcap", type=float)
+    of_attention.add_argument(
+        "--options", nargs="+", default=(), choices=("mask", "bias", "alibi_slopes"),
+        help="a mask or float32 bias of (Tq, Tk), slopes of the heads",
+    )  # fmt: skip
+    of_attention.add_argument(
+        "--strides", nargs="+", type=_steps, metavar="STEPS",
+        help="of q, k and v, in elements, such as 8388608,128,2048,1",
+    )  # fmt: skip
     of_attention.add_argument("--num-splits", type=int)
     info.set_defaults(run=_info)
 

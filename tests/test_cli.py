@@ -383,8 +383,8 @@ def test_regimes_of_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -
     [
         (["2,16,4096,128"], "wgmma", "tile    128 queries x 128 keys: the largest tile"),
         (["2,16,4096,128", "--softcap", "30"], "wgmma", "cuflash::SoftcapScore<float>"),
-        (["2,16,4096,128", "--softcap", "1e30"], "mma", "wgmma   has no kernel for a softcap"),
-        (["2,16,512,256", "--softcap", "30"], "wgmma", "128 queries x 64 keys: as without"),
+        (["2,16,4096,128", "--softcap", "1e30"], "mma", "wgmma   needs a softcap between"),
+        (["2,16,512,256", "--softcap", "30"], "wgmma", "128 queries x 64 keys: 64 keys leave room"),
         (["2,16,4096,128", "--device-like", "t4"], "simt", "mma     needs compute capability 8.0"),
         (
             ["2,16,4096,64", "--device-like", "t4", "--dtype", "float16"],
@@ -398,6 +398,13 @@ def test_regimes_of_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -
         (["4,64,64", "4,0,64", "--causal"], "mma", "wgmma   needs 1 to"),
         (["1,32,1,128", "1,8,65536,128", "--enable-gqa"], "mma", "shares, merged by"),
         (["0,64,64"], "", "there is nothing to write"),
+        (
+            ["2,64,64", "--strides", "4096,64,1", "8192,128,2", "4096,64,1"],
+            "mma",
+            "wgmma   cannot fetch k by TMA: its last axis is not contiguous",
+        ),
+        (["2,64,64", "--scale", "1e30"], "mma", "wgmma   needs a scale between 2^-64 and 2^64"),
+        (["2,64,64", "--window", "9", "none", "--options", "mask"], "wgmma", "MaskScore"),
     ],
 )
 def test_the_kernel_of_an_attention(
@@ -443,6 +450,8 @@ def test_shapes_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) ->
     assert_refused([*ask, "2,x"], capsys, "'2,x' is no shape")
     assert_refused([*ask, "8"], capsys, "q has 1 axes")
     assert_refused([*ask, "8,8", "8,9"], capsys, "k has 9 features")
+    assert_refused([*ask, "8,8", "--strides", "8,1"], capsys, "as many lists as arrays")
+    assert_refused([*ask, "8,8", "--strides", "8,x"], capsys, "invalid list of integers")
     assert_refused([*ask, "8,8", "8,8", "8,8", "8,8"], capsys, "q, k and v are three")
 
 

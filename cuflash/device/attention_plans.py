@@ -156,7 +156,7 @@ SIMT_TILES = (
     ),
     SimtChoice(
         "float32", 16, math.inf, math.inf, SimtTile(1, 8, 4, 64, 128, 2, True),
-        "as above; more than 128 columns of v would not leave 64 KB (sm_75)",
+        "decoding waits for memory: 16 rows; more columns of v would not leave 64 KB (sm_75)",
     ),
     SimtChoice(
         "float32", math.inf, 32, 32, SimtTile(8, 4, 4, 32, 32, 2, False),
@@ -164,7 +164,7 @@ SIMT_TILES = (
     ),
     SimtChoice(
         "float32", math.inf, 64, 64, SimtTile(8, 4, 4, 64, 64, 2, False),
-        "as above, and 64 accumulators of out: 8 x 8 scores, or a third block, would spill",
+        "8 x 4 scores and 64 sums of out a thread: 8 x 8 scores, or a third block, would spill",
     ),
     SimtChoice(
         "float32", math.inf, math.inf, math.inf, SimtTile(4, 8, 4, 64, 128, 2, True),
@@ -172,11 +172,11 @@ SIMT_TILES = (
     ),
     SimtChoice(
         "float64", 16, math.inf, 64, SimtTile(1, 4, 4, 64, 64, 3, True),
-        "decoding, as in float32, in twice the bytes",
+        "decoding waits for memory: 16 rows, so that few lanes compute for rows that are not there",
     ),
     SimtChoice(
         "float64", 16, math.inf, math.inf, SimtTile(1, 4, 4, 64, 128, 2, True),
-        "decoding, as in float32; 32 keys keep it in 64 KB",
+        "decoding waits for memory: 16 rows; 32 keys keep it in 64 KB",
     ),
     SimtChoice(
         "float64", math.inf, 32, 32, SimtTile(4, 4, 4, 32, 32, 2, False),
@@ -184,7 +184,7 @@ SIMT_TILES = (
     ),
     SimtChoice(
         "float64", math.inf, 64, 64, SimtTile(4, 4, 4, 64, 64, 2, False),
-        "as above; 4 x 8 scores would spill beside the sums by blocks of features",
+        "half the rows of float32: 4 x 8 scores would spill beside the sums by blocks of features",
     ),
     SimtChoice(
         "float64", math.inf, math.inf, math.inf, SimtTile(2, 4, 4, 64, 128, 2, True),
@@ -198,7 +198,7 @@ _RESERVED_SHARED = 3072
 #: Blocks a multiprocessor from which on keys are left whole: what it runs at once.
 _WAVE = 2
 #: Queries for which `simt` has tiles of their own.
-_FEW_QUERIES = 16
+FEW_QUERIES = 16
 #: Least key tiles of a share: below, writing and merging partial results costs more than it gains.
 _SHARE_TILES = 4
 
@@ -273,7 +273,7 @@ def attention_obstacles(problem: AttentionProblem, limits: DeviceLimits) -> dict
     families: dict[str, str | None] = {"mma": obstacle, "simt": None}
     if problem.dtype.name in of_dtype:
         slow = problem.dtype == np.float32 and not is_tf32_faster(limits)
-        if slow or problem.mean_tq <= _FEW_QUERIES:
+        if slow or problem.mean_tq <= FEW_QUERIES:
             # A few rows wait for memory, and fill no tile of tensor cores.
             families = dict(reversed(families.items()))
     return {"wgmma": wgmma_obstacle(problem, score_pipeline(problem), limits), **families}

@@ -90,7 +90,7 @@ DMMA_TILES = (
     ),
     TileChoice(
         128, math.inf, DmmaTile(4, 16, 128, 128, False, 1),
-        "as above, in the 163 KB of a block of sm_80",
+        "sums take 128 registers; 64 queries and two tiles of 16 keys fit the 163 KB of sm_80",
     ),
     TileChoice(
         256, math.inf, DmmaTile(4, 16, 256, 128, False, 1),

@@ -107,7 +107,9 @@ MMA_TILES = (
         (MmaTile(2, 4, 64, 64, 64, True, 2),),
     ),
     MmaChoice(
-        math.inf, 64, 64, True, MmaTile(2, 4, 64, 64, 64, True, 2), "as for 32 features",
+        math.inf, 64, 64, True, MmaTile(2, 4, 64, 64, 64, True, 2),
+        "32 rows a warp: each fragment of keys and values read from shared memory serves two "
+        "products; queries in registers are not read again for each tile of keys",
         (MmaTile(1, 4, 64, 64, 64, False, 4), MmaTile(2, 4, 64, 64, 64, False, 2)),
     ),
     MmaChoice(
@@ -119,7 +121,8 @@ MMA_TILES = (
         "half the keys: registers for steps",
     ),
     MmaChoice(
-        math.inf, 128, 128, False, MmaTile(2, 4, 64, 128, 128, False, 2), "as above",
+        math.inf, 128, 128, False, MmaTile(2, 4, 64, 128, 128, False, 2),
+        "the sums of 32 rows leave no registers to hold queries in",
         (MmaTile(2, 4, 32, 128, 128, False, 2), MmaTile(1, 8, 64, 128, 128, False, 1)),
     ),
     MmaChoice(
@@ -128,7 +131,7 @@ MMA_TILES = (
     ),
     MmaChoice(
         math.inf, 192, 128, True, MmaTile(2, 4, 32, 192, 128, False, 2),
-        "as for 128 features; 32 keys leave room for two blocks",
+        "32 keys leave room for two blocks, and registers for steps",
     ),
     MmaChoice(
         math.inf, 256, 256, True, MmaTile(1, 8, 64, 256, 256, False, 1),
@@ -144,7 +147,9 @@ MMA_TILES = (
 #: The same for compute capability 7.5, float16 alone: two blocks, or one, in 64 KB.
 SM75_TILES = (
     MmaChoice(
-        math.inf, 32, 32, True, MmaTile(2, 4, 64, 32, 32, True, 2), "32 rows a warp, as above"
+        math.inf, 32, 32, True, MmaTile(2, 4, 64, 32, 32, True, 2),
+        "32 rows a warp: each fragment of keys and values read from shared memory serves two "
+        "products",
     ),
     MmaChoice(
         math.inf, 64, 64, True, MmaTile(1, 4, 32, 64, 64, True, 2),
@@ -179,9 +184,10 @@ _FOLDABLE = (2.0**-64, 2.0**64)
 def mma_obstacle(problem: AttentionProblem, limits: DeviceLimits) -> str | None:
     """Return why tensor cores cannot run this problem on a device; None if they can."""
     if problem.dtype.itemsize != 2:
-        return "needs float16 or bfloat16"
+        return f"needs float16 or bfloat16, not {problem.dtype.name}"
     if max(problem.d, problem.dv) > WIDEST:
-        return f"needs at most {WIDEST} features and columns of v"
+        wanted = f"needs at most {WIDEST} features and columns of v"
+        return f"{wanted}, not {problem.d} and {problem.dv}"
     if has_full_matrices(limits):
         return None
     widest = SM75_TILES[-1]
@@ -209,11 +215,16 @@ def has_full_matrices(limits: DeviceLimits) -> bool:
 
 def mma_score(problem: AttentionProblem, score: str) -> str:
     """Return the score pipeline, given the least of those that every family has."""
-    steps = [name for name in SINGLE_STEPS if getattr(problem, name) is not None]
+    steps = steps_of(problem)
     foldable = is_foldable(problem.scale)
     if len(steps) == 1 and (foldable or steps[0] in _SCALED_STEPS):
         return SINGLE_STEPS[steps[0]]
     return score if foldable else "FullScore"  # other scales are a step
+
+
+def steps_of(problem: AttentionProblem) -> list[str]:
+    """Return the options of a problem that change scores, or hide them one by one."""
+    return [name for name in SINGLE_STEPS if getattr(problem, name) is not None]
 
 
 def is_foldable(scale: float) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..problem import ArraySpec, AttentionProblem
-from .attention_plans_mma import BOUNDS, SINGLE_STEPS, WIDEST, mma_score
+from .attention_plans_mma import BOUNDS, SINGLE_STEPS, WIDEST, mma_score, steps_of
 from .compiler import C_TYPES, KernelName, ParameterBlock
 from .executor import DeviceLimits
 from .parameters import ATTENTION_PARAMETERS, BatchPlan
@@ -175,9 +175,9 @@ WGMMA_TILES = (
     ),
     WgmmaChoice(
         128, 0, 1024, True, _D128_EXACT,
-        "as at 256 columns below: of five tiles of a pair three are whole, and begin from the"
-        " maximum of a masked one. Causal at T = 512 1.00, without the maximum 0.93; at 2048 1.20,"
-        " then 1.25; without turns 0.97",
+        "in the few whole tiles that a diagonal leaves, three of five of a pair, to look for the"
+        " maximum is cheaper than to find late that one was higher. Causal at T = 512 1.00, without"
+        " the maximum 0.93; at 2048 1.20, then 1.25; without turns 0.97",
         (_D128, replace(_D128_EXACT, turns=False)),
     ),
     WgmmaChoice(
@@ -202,8 +202,9 @@ WGMMA_TILES = (
     ),
     WgmmaChoice(
         256, 0, math.inf, False, _D256,
-        "as above. 1.02, 1.14, 1.17; with the maximum 0.97, 1.08, 1.14; with queries of the next"
-        " tile ahead of time, and results that leave from registers, 0.88, 1.07, 1.15",
+        "64 keys leave room for results on their way out. 1.02, 1.14, 1.17; with the maximum 0.97,"
+        " 1.08, 1.14; with queries of the next tile ahead of time, and results that leave from"
+        " registers, 0.88, 1.07, 1.15",
         (_D256_EXACT, replace(_D256_EXACT, turns=False)),
     ),
 )  # fmt: skip
@@ -219,8 +220,9 @@ WGMMA_STEP_TILES = (
     ),
     WgmmaChoice(
         64, 0, math.inf, False, replace(_D64_APART, topless=False),
-        "as without options under a diagonal. Causal at T = 512 ALiBi 1.21, with turns and four"
-        " stages 1.38, two warpgroups 1.79; without mask at 4096 1.46, 1.38, 1.58",
+        "without turns and with six stages warpgroups may be three tiles apart. Time over the plain"
+        " call of causal ALiBi at T = 512 1.21, with turns and four stages 1.38, two warpgroups"
+        " 1.79; at 4096 without mask 1.46, 1.38, 1.58",
         (
             replace(_D64, topless=False), replace(_D64_SMALL, topless=False),
             replace(_D64_THREE, topless=False),
@@ -229,8 +231,8 @@ WGMMA_STEP_TILES = (
     ),
     WgmmaChoice(
         128, 0, math.inf, False, _D128_EXACT,
-        "as without options: the largest tile of keys that leaves two stages. Random mask at"
-        " T = 4096 1.46, without turns 1.64, two warpgroups with 64 keys half as much more",
+        "the largest tile of keys that leaves two stages. Time over the plain call with a random"
+        " mask at T = 4096 1.46, without turns 1.64, two warpgroups with 64 keys half as much more",
         (
             replace(_D128_EXACT, turns=False),
             WgmmaTile(2, 64, 128, 4, 4, True, False),
@@ -239,8 +241,8 @@ WGMMA_STEP_TILES = (
     ),
     WgmmaChoice(
         256, 0, math.inf, False, _D256_EXACT,
-        "as without options: 64 keys leave room for results on their way out. Random mask at"
-        " T = 4096 1.26, without turns 1.40",
+        "64 keys leave room for results on their way out. Time over the plain call with a random"
+        " mask at T = 4096 1.26, without turns 1.40",
         (replace(_D256_EXACT, turns=False),), _STEPS,
     ),
 )  # fmt: skip
@@ -254,46 +256,89 @@ _LEAST_QUERIES = 64
 
 def wgmma_obstacle(problem: AttentionProblem, score: str, limits: DeviceLimits) -> str | None:
     """Return why Hopper's tensor cores cannot run this problem; None if they can."""
-    if limits.compute_capability != "90":
-        return "needs compute capability 9.0"
-    if problem.dtype.itemsize != 2:
-        return "needs float16 or bfloat16"
-    if not (problem.d <= WIDEST and 0 < problem.dv <= WIDEST):
-        return f"needs at most {WIDEST} features and 1 to {WIDEST} columns of v"
+    obstacle = hopper_obstacle(problem, limits, WIDEST)
+    if obstacle is not None:
+        return obstacle
     if not (0 < problem.tk <= _MOST_TOKENS and problem.tq <= _MOST_TOKENS):
         return f"needs 1 to {_MOST_TOKENS} keys, and no more queries"
     if problem.mean_tq < _LEAST_QUERIES:
-        return f"needs {_LEAST_QUERIES} queries: fewer leave most of a tile empty"
+        return f"needs {_LEAST_QUERIES} queries: {problem.mean_tq} leave most of a tile empty"
     if wgmma_score(problem, score) is None:
-        return "has no kernel for several options that change scores, or scales beyond 2^64"
+        steps = steps_of(problem)
+        if len(steps) > 1:
+            return f"has no kernel for several options that change scores: {', '.join(steps)}"
+        return f"needs a scale between 2^-64 and 2^64, not {problem.scale:g}"
     if problem.softcap is not None and not _CAPS[0] < problem.softcap < _CAPS[1]:
-        return "has no kernel for a softcap beyond 2^60"
+        return f"needs a softcap between 2^-60 and 2^60, not {problem.softcap:g}"
     if problem.bias is not None and problem.bias.dtype.itemsize > 4:
-        return "has no kernel for a bias of float64"
+        return f"has no kernel for a bias of {problem.bias.dtype.name}"
     for name in READ_BY_CHUNKS:
         option = getattr(problem, name)
-        if option is not None and not has_chunks(option):
-            return f"cannot read {name}: keys end to end, they and all else in steps of 16 bytes"
-    for name in ("q", "k", "v"):
-        if not has_map(getattr(problem, name)):
-            return f"cannot fetch {name} by TMA: rows end to end, all else in steps of 16 bytes"
+        reason = None if option is None else chunk_obstacle(option)
+        if reason is not None:
+            return f"cannot read {name} by 16 bytes: {reason}"
+    return fetch_obstacle({name: getattr(problem, name) for name in ("q", "k", "v")})
+
+
+def hopper_obstacle(problem: AttentionProblem, limits: DeviceLimits, widest: int) -> str | None:
+    """Return what GPU, dtype and widths have against Hopper's tensor cores; None if nothing."""
+    present = limits.compute_capability
+    if present != "90":
+        return f"needs compute capability 9.0, not {present[:-1]}.{present[-1]}"
+    if problem.dtype.itemsize != 2:
+        return f"needs float16 or bfloat16, not {problem.dtype.name}"
+    if not (problem.d <= widest and 0 < problem.dv <= widest):
+        wanted = f"needs at most {widest} features and 1 to {widest} columns of v"
+        return f"{wanted}, not {problem.d} and {problem.dv}"
+    return None
+
+
+def fetch_obstacle(operands: Mapping[str, ArraySpec]) -> str | None:
+    """Return which array TMA cannot read, and why; None if it can read all."""
+    for name, spec in operands.items():
+        reason = map_obstacle(spec)
+        if reason is not None:
+            return f"cannot fetch {name} by TMA: {reason}"
+    return None
+
+
+def map_obstacle(spec: ArraySpec) -> str | None:
+    """Return why TMA cannot read an array: rows end to end, all else in steps of 16 bytes."""
+    if 0 in spec.shape:
+        return None
+    if spec.strides[-1] != spec.dtype.itemsize:
+        return f"its last axis is not contiguous, but has a stride of {spec.strides[-1]} bytes"
+    for axis in range(-len(spec.shape), -1):
+        stride = spec.strides[axis]
+        if spec.shape[axis] == 1:
+            continue
+        if stride < 0:
+            fault = "is negative"
+        elif stride % ALIGNMENT:
+            fault = f"is no multiple of {ALIGNMENT}"
+        elif stride >= 2**40:
+            fault = "is too large"
+        else:
+            continue
+        return f"its axis {axis} has a stride of {stride} bytes, which {fault}"
     return None
 
 
 def has_map(spec: ArraySpec) -> bool:
-    """Tell whether TMA can read an array: rows end to end, all else in steps of 16 bytes."""
-    if 0 in spec.shape:
-        return True
-    *outer, inner = zip(spec.shape, spec.strides, strict=True)
-    return inner[1] == spec.dtype.itemsize and all(
-        size == 1 or (stride >= 0 and stride % ALIGNMENT == 0 and stride < 2**40)
-        for size, stride in outer
-    )
+    """Tell whether TMA can read an array."""
+    return map_obstacle(spec) is None
 
 
-def has_chunks(spec: ArraySpec) -> bool:
-    """Tell whether each row of an array is whole chunks of 16 bytes."""
-    return has_map(spec) and not spec.shape[-1] * spec.dtype.itemsize % ALIGNMENT
+def chunk_obstacle(spec: ArraySpec) -> str | None:
+    """Return why the rows of an array are not whole chunks of 16 bytes; None if they are."""
+    row = spec.shape[-1] * spec.dtype.itemsize
+    if row % ALIGNMENT:
+        return f"its rows have {row} bytes, no multiple of {ALIGNMENT}"
+    return map_obstacle(spec)
+
+
+#: Why a problem without any other obstacle runs by `mma`: its plan finds no maps.
+AXES_OBSTACLE = f"needs batch axes that merge into {AXES - 2}, with the strides of all operands"
 
 
 def wgmma_score(problem: AttentionProblem, score: str) -> str | None:
@@ -306,7 +351,7 @@ def wgmma_choice(problem: AttentionProblem) -> WgmmaChoice:
     """Return the first row of the tables that fits the problem."""
     width, queries = max(problem.d, problem.dv), problem.mean_tq
     diagonal = problem.left is not None or problem.right is not None
-    steps = [name for name in SINGLE_STEPS if getattr(problem, name) is not None]
+    steps = steps_of(problem)
     return next(
         choice
         for choice in (WGMMA_STEP_TILES if steps else WGMMA_TILES)

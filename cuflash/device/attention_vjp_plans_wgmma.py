@@ -14,11 +14,13 @@ import numpy as np
 from ..problem import ArraySpec, AttentionProblem
 from ..problem_vjp import AttentionVjpProblem
 from .attention_plans import score_pipeline
-from .attention_plans_mma import is_foldable
+from .attention_plans_mma import is_foldable, steps_of
 from .attention_plans_wgmma import (
     SHARED_BYTES,
     Maps,
+    fetch_obstacle,
     has_map,
+    hopper_obstacle,
     map_of,
     mapped_block,
 )
@@ -166,9 +168,9 @@ def wgmma_vjp_obstacle(problem: AttentionVjpProblem, limits: DeviceLimits) -> st
         return obstacle
     if problem.results.dout.dtype != forward.dtype:
         return "needs dout of q's dtype"
-    for name, spec in zip(_MAPPED, _mapped_specs(problem), strict=True):
-        if not has_map(spec):
-            return f"cannot fetch {name} by TMA: rows end to end, all else in steps of 16 bytes"
+    unread = fetch_obstacle(dict(zip(_MAPPED, _mapped_specs(problem), strict=True)))
+    if unread is not None:
+        return unread
     shared = _shared_axes(forward, forward.k)
     if _shared_axes(forward, forward.q):
         return "needs queries of their own in each batch entry"
@@ -209,19 +211,15 @@ def _groups(problem: AttentionVjpProblem) -> list[tuple[str, ...]]:
 
 def _forward_obstacle(problem: AttentionProblem, limits: DeviceLimits) -> str | None:
     """Return what of the forward problem is an obstacle."""
-    if limits.compute_capability != "90":
-        return "needs compute capability 9.0"
-    if problem.dtype.itemsize != 2:
-        return "needs float16 or bfloat16"
-    widest = BACKWARD_WGMMA_TILES[-1].width
-    if not (problem.d <= widest and 0 < problem.dv <= widest):
-        return f"needs at most {widest} features and 1 to {widest} columns of v"
+    obstacle = hopper_obstacle(problem, limits, BACKWARD_WGMMA_TILES[-1].width)
+    if obstacle is not None:
+        return obstacle
     if not (0 < problem.tk < _MOST_TOKENS and 0 < problem.tq < _MOST_TOKENS):
         return "needs queries and keys, and fewer than 2^30 of each"
     if score_pipeline(problem) not in _SCORES:
-        return "has no kernel for options that change scores"
+        return f"has no kernel for options that change scores: {', '.join(steps_of(problem))}"
     if not is_foldable(abs(problem.scale)):
-        return "needs a scale between 2^-64 and 2^64"
+        return f"needs a scale between 2^-64 and 2^64, or minus that, not {problem.scale:g}"
     return None
 
 
