@@ -3,17 +3,21 @@
 ``python -m benchmarks.tune`` times, for every row of the tables of the attention forward (`wgmma`
 and `mma`) that a measured problem takes, its tile and the neighbours that were rejected for it, in
 interleaved rounds, and says which is the best: over all problems of the row, and in each. bfloat16,
-B * T = 16384 tokens, H * D = 2048, full and causal. It takes under five minutes, most of them to
-compile; ``--seconds`` begins no row after that. Nothing is changed: a table is text to be edited,
-with the reason beside the tile.
+B * T = 16384 tokens, H * D = 2048, full and causal, and with each option that changes scores.
+
+It takes ``--seconds``, 300 by default. First all kernels are compiled; what that leaves is dealt
+out to the problems as rounds, 7 at most and 2 at least. If even these do not fit, or kernels take
+too long to compile, the rows that are left out are named. Nothing is changed: a table is text to be
+edited, with the reason beside the tile.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,16 +26,23 @@ import numpy as np
 
 from cuflash.bench import device, peers, problems, rows, tiles, timing
 from cuflash.bench.problems import AttentionShape
+from cuflash.bench.tiles import TiledProblem
 
 TABLES = ("wgmma", "mma")
 TOKENS, WIDTHS = (256, 512, 2048, 8192), (64, 128, 256)
+#: Tokens of problems with an option, which are full but for the causal one that ALiBi is for.
+OPTION_TOKENS = (512, 4096)
 #: A neighbour that is faster by less than this is no better: what repeated runs differ by.
 SLACK = problems.TARGET_SLACK
 
 #: Inputs used in rotation.
 SETS = 2
-#: Makes calls of a problem by a tile.
-Bind = Callable[[AttentionShape, Any], Sequence[timing.Call]]
+#: Rounds of a problem, at least and at most, and the seconds of a tile in one.
+ROUNDS, WINDOW = (2, 7), 0.01
+#: Part of the time that kernels may take to compile.
+COMPILE_PART = 0.6
+#: Makes calls of a problem by tiles.
+Bind = Callable[[Sequence[Any], TiledProblem], Mapping[Any, Sequence[timing.Call]]]
 
 
 class Cell(NamedTuple):
@@ -40,7 +51,16 @@ class Cell(NamedTuple):
     table: str
     tile: Any
     rejected: Sequence[Any]
-    shapes: Sequence[AttentionShape]
+    problems: Sequence[TiledProblem]
+
+    @property
+    def candidates(self) -> tuple[Any, ...]:
+        """The tile and its neighbours."""
+        return (self.tile, *self.rejected)
+
+    def __str__(self) -> str:
+        """Return table and tile."""
+        return f"{self.table}: {named(self.tile)}"
 
 
 class Verdict(NamedTuple):
@@ -50,39 +70,97 @@ class Verdict(NamedTuple):
     gain: float
 
 
-def all_shapes() -> Iterator[AttentionShape]:
+class Budget:
+    """Deals out a time to measurements, as rounds: each gets its share of what is left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self._spent, self._timed = 0.0, 0
+
+    def rounds(self, tiles_left: int) -> int:
+        """Return the rounds of the next problem; 0 if there is no time for any.
+
+        `tiles_left` counts the tiles of all problems that are still to be measured, this one's too.
+        """
+        least, most = ROUNDS
+        left = self._end - time.monotonic()
+        # At first a window is taken to cost two: counting the calls that fill it comes on top.
+        each = self._spent / self._timed if self._timed else 2 * WINDOW
+        fitting = int(left / (each * tiles_left))
+        return min(most, max(least, fitting)) if left > 0 else 0
+
+    def took(self, seconds: float, windows: int) -> None:
+        """Learn what a measurement took."""
+        self._spent += seconds
+        self._timed += windows
+
+
+def all_problems() -> Iterator[TiledProblem]:
     """Yield the problems."""
     for d, tokens, causal in product(WIDTHS, TOKENS, (False, True)):
-        batch, heads = problems.DEVICE_TOKENS // tokens, problems.DEVICE_WIDTH // d
-        yield AttentionShape(batch, heads, tokens, d, causal, "bfloat16")
+        yield TiledProblem(shape_of(tokens, d, causal))
+    for d, tokens, option in product(WIDTHS, OPTION_TOKENS, tiles.OPTIONS):
+        yield TiledProblem(shape_of(tokens, d, option == "alibi_slopes"), option)
 
 
-def cells(names: Sequence[str], shapes: Sequence[AttentionShape], limits: Any) -> list[Cell]:
+def shape_of(tokens: int, d: int, causal: bool) -> AttentionShape:
+    """Return the shape of all tokens and features."""
+    batch, heads = problems.DEVICE_TOKENS // tokens, problems.DEVICE_WIDTH // d
+    return AttentionShape(batch, heads, tokens, d, causal, "bfloat16")
+
+
+def cells(names: Sequence[str], wanted: Sequence[TiledProblem], limits: Any) -> list[Cell]:
     """Return the rows that the problems take on a device, if they have rejected neighbours."""
     found = []
     for table in names:
-        taken: dict[Any, list[AttentionShape]] = {}
-        for shape in shapes:
-            choice = tiles.choice_of(table, shape, limits)
+        taken: dict[Any, list[TiledProblem]] = {}
+        for problem in wanted:
+            choice = tiles.choice_of(table, problem, limits)
             if choice is not None and choice.rejected:
-                taken.setdefault(choice, []).append(shape)
-        found += [Cell(table, c.tile, c.rejected, tuple(s)) for c, s in taken.items()]
+                taken.setdefault(choice, []).append(problem)
+        found += [Cell(table, c.tile, c.rejected, tuple(p)) for c, p in taken.items()]
     return found
+
+
+def batches(wanted: Sequence[Cell], limits: Any) -> Iterator[tuple[list[Cell], list[Any]]]:
+    """Yield rows and their kernels, as many rows at a time as give every thread a few kernels."""
+    least = 2 * (os.cpu_count() or 1)
+    batch: list[Cell] = []
+    names: dict[Any, None] = {}  # in order, each once
+    for cell in wanted:
+        batch.append(cell)
+        for problem, tile in product(cell.problems, cell.candidates):
+            names[tiles.kernel_of(problem, tile, limits)] = None
+        if len(names) >= least:
+            yield batch, list(names)
+            batch, names = [], {}
+    if batch:
+        yield batch, list(names)
+
+
+def compiled(wanted: Sequence[Cell], seconds: float, limits: Any) -> list[Cell]:
+    """Compile the kernels of rows, in order, while the time lasts; return the rows that have."""
+    ready: list[Cell] = []
+    for batch, kernels in timing.within(seconds, batches(wanted, limits)):
+        tiles.warm(kernels)
+        ready += batch
+    return ready
 
 
 def measure(
     cell: Cell,
-    shape: AttentionShape,
+    problem: TiledProblem,
     bind: Bind,
     *,
     clock: timing.Clock | None = None,
-    rounds: int = 7,
-    window: float = 0.01,
+    rounds: int = ROUNDS[1],
+    window: float = WINDOW,
 ) -> list[rows.Row]:
     """Time the tiles of a row on one problem."""
-    candidates = (cell.tile, *cell.rejected)
-    calls = {tile.expression: bind(shape, tile) for tile in candidates}
+    bound = bind(cell.candidates, problem)
+    calls = {tile.expression: each for tile, each in bound.items()}
     result = timing.compare(calls, clock=clock, rounds=rounds, window=window)
+    shape = problem.shape
     work = problems.attention_flops(shape) / 1e12
     return [
         {
@@ -93,9 +171,11 @@ def measure(
             "T": shape.tokens,
             "D": shape.d,
             "causal": shape.causal,
+            "option": problem.option,
+            "rounds": rounds,
             **rows.timing(result, tile.expression, cell.tile.expression, work, "TFLOP/s"),
         }
-        for tile in candidates
+        for tile in cell.candidates
     ]
 
 
@@ -109,7 +189,6 @@ def judge(cell: Cell, found: Sequence[Sequence[rows.Row]]) -> Verdict:
     found : sequence of sequence of Row
         What `measure` returns, a problem each.
     """
-    candidates = (cell.tile, *cell.rejected)
     gains = [
         math.exp(float(np.mean([math.log(row["speedup"]) for row in of_tile])))
         for of_tile in zip(*found, strict=True)
@@ -117,22 +196,22 @@ def judge(cell: Cell, found: Sequence[Sequence[rows.Row]]) -> Verdict:
     best = int(np.argmax(gains))
     if gains[best] <= 1 + SLACK:
         return Verdict(cell.tile, 1.0)
-    return Verdict(candidates[best], gains[best])
+    return Verdict(cell.candidates[best], gains[best])
 
 
 def sentences(cell: Cell, verdict: Verdict, found: Sequence[Sequence[rows.Row]]) -> Iterator[str]:
     """Say which tile of a row is the best, and on which problems another one is ahead of it."""
-    name, best = f"{cell.table}: {named(cell.tile)}", named(verdict.best)
+    best = named(verdict.best)
     if verdict.best == cell.tile:
-        yield f"{name} holds"
+        yield f"{cell} holds"
     else:
-        yield f"{name} is beaten by {best}, {verdict.gain:.3f} times as fast"
-    for shape, problem_rows in zip(cell.shapes, found, strict=True):
+        yield f"{cell} is beaten by {best}, {verdict.gain:.3f} times as fast"
+    for problem, problem_rows in zip(cell.problems, found, strict=True):
         own = next(row["speedup"] for row in problem_rows if row["tile"] == best)
         fastest = max(problem_rows, key=lambda row: row["speedup"])
         ahead = fastest["speedup"] / own
         if ahead > 1 + SLACK:
-            yield f"  {described(shape)}: {fastest['tile']} is {ahead:.3f} times as fast"
+            yield f"  {problem}: {fastest['tile']} is {ahead:.3f} times as fast"
 
 
 def named(tile: Any) -> str:
@@ -140,33 +219,46 @@ def named(tile: Any) -> str:
     return str(tile.expression).removeprefix("cuflash::")
 
 
-def described(shape: AttentionShape) -> str:
-    """Return what tells a problem from the others of a row."""
-    return f"D = {shape.d}, T = {shape.tokens}{', causal' if shape.causal else ''}"
-
-
-def by_tile(shape: AttentionShape, tile: Any) -> list[timing.Call]:
-    """Return calls of this library by a tile, on inputs used in rotation."""
-    inputs = device.attention_inputs(shape, SETS)
-    return [tiles.call_by(tile, shape, arrays) for arrays in inputs]
+def by_tiles(
+    candidates: Sequence[Any], problem: TiledProblem
+) -> Mapping[Any, Sequence[timing.Call]]:
+    """Return calls of this library by tiles, on inputs used in rotation."""
+    return tiles.calls_by(candidates, problem, SETS)
 
 
 def report(wanted: Sequence[Cell], folder: Path | None, seconds: float) -> list[Verdict]:
-    """Measure rows while the time lasts, print, and write what there is."""
+    """Measure rows while the time lasts, print, and write what there is; name what is left out."""
     record = rows.Record("tune", folder, rows.device_environment)
-    verdicts = []
-    for cell in timing.within(seconds, wanted):
+    budget, verdicts, repeated = Budget(seconds), [], []
+    left = sum(len(cell.candidates) * len(cell.problems) for cell in wanted)
+    for cell in wanted:
         found = []
-        for shape in cell.shapes:
-            found.append(measure(cell, shape, by_tile, clock=device.clock()))
-            record.add(f"{cell.table}, {described(shape)}", found[-1])
+        for problem in cell.problems:
+            rounds = budget.rounds(left)
+            if not rounds:
+                break
+            began = time.monotonic()
+            found.append(measure(cell, problem, by_tiles, clock=device.clock(), rounds=rounds))
+            record.add(f"{cell.table}, {problem}", found[-1])
             peers.forget()
+            budget.took(time.monotonic() - began, rounds * len(cell.candidates))
+            left -= len(cell.candidates)
+            repeated.append(rounds)
+        if len(found) < len(cell.problems):
+            break
         verdicts.append(judge(cell, found))
         print(*sentences(cell, verdicts[-1], found), sep="\n", end="\n\n", flush=True)
     record.close()
-    if len(verdicts) < len(wanted):
-        print(f"out of time: {len(wanted) - len(verdicts)} rows are not measured")
+    if repeated:
+        print(f"{len(repeated)} problems in {min(repeated)} to {max(repeated)} rounds")
+    tell_left_out(wanted[len(verdicts) :], "out of time")
     return verdicts
+
+
+def tell_left_out(left_out: Sequence[Cell], reason: str) -> None:
+    """Name rows without a verdict."""
+    for cell in left_out:
+        print(f"left out, {reason}: {cell} ({'; '.join(map(str, cell.problems))})")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -177,18 +269,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
-    parser.add_argument("--seconds", type=float, default=270, help="begin no row after this")
+    parser.add_argument("--seconds", type=float, default=300, help="for all of it")
     parser.add_argument("--results", type=Path, default=None, help="folder to write to, if any")
     chosen = parser.parse_args(arguments)
-    began = time.monotonic()
-    wanted = cells(chosen.tables, list(all_shapes()), device.limits())
-    tiles.warm_tiles(
-        (shape, tile)
-        for cell in wanted
-        for shape in cell.shapes
-        for tile in (cell.tile, *cell.rejected)
-    )
-    report(wanted, chosen.results, chosen.seconds - (time.monotonic() - began))
+    began, limits = time.monotonic(), device.limits()
+    wanted = cells(chosen.tables, list(all_problems()), limits)
+    ready = compiled(wanted, COMPILE_PART * chosen.seconds, limits)
+    took = time.monotonic() - began
+    print(f"{len(ready)} of {len(wanted)} rows compiled in {took:.0f} s", flush=True)
+    report(ready, chosen.results, chosen.seconds - took)
+    tell_left_out(wanted[len(ready) :], "not compiled in time")
 
 
 if __name__ == "__main__":
