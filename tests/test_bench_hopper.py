@@ -58,7 +58,8 @@ def test_another_dtype_is_held_against_cycles(monkeypatch: pytest.MonkeyPatch) -
 
 def test_first_calls_share_a_cache_that_is_empty_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
-        "import os, pathlib\n"
+        "import os, pathlib, sys\n"
+        "assert sys.pycache_prefix and not sys.dont_write_bytecode\n"
         "mark = pathlib.Path(os.environ['CUPY_CACHE_DIR'], 'mark')\n"
         "print(0.05 if mark.exists() else 2.5)\n"
         "mark.touch()\n"

@@ -64,7 +64,7 @@ def every_family() -> None:
     cuflash.merge_softmax(state, state).apply(normal(5, 300))
 
 
-def whole_tiles() -> None:
+def forward_tiles() -> None:
     """Run attention on more rows than a tile has: on Hopper that is `forward_wgmma`."""
     for d in (64, 128, 256):
         q, k, v = (normal(2, tokens, d, dtype=ml_dtypes.bfloat16) for tokens in (130, 304, 304))
@@ -76,6 +76,18 @@ def whole_tiles() -> None:
         cuflash.flash_attention(q, k, v, causal=True)
 
 
+def backward_tiles() -> None:
+    """Run the gradients of such problems, `backward_wgmma` on Hopper, and no other wgmma."""
+    for d in (64, 128):
+        q, k, v = (normal(2, tokens, d, dtype=ml_dtypes.bfloat16) for tokens in (130, 304, 304))
+        options = {"causal": True, "key_lengths": cupy.asarray([130, 304])}
+        out, lse = cuflash.flash_attention(q, k, v, return_lse=True, method="simt", **options)
+        cuflash.flash_attention_vjp(out, q, k, v, out, lse, **options)
+        v[0, 60] = np.nan
+        cuflash.flash_attention_vjp(out, q, k, v, out, lse, **options)
+
+
 if __name__ == "__main__":
-    {"every_family": every_family, "whole_tiles": whole_tiles}[sys.argv[1]]()
+    runs = (every_family, forward_tiles, backward_tiles)
+    {run.__name__: run for run in runs}[sys.argv[1]]()
     cupy.cuda.Device().synchronize()

@@ -11,8 +11,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kernels")  # compiled once, in parallel, for the processes watched too
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("run", ["every_family", "whole_tiles"])
+@pytest.mark.parametrize(
+    ("tool", "run"),
+    [
+        ("memcheck", "every_family"),
+        ("racecheck", "every_family"),
+        ("memcheck", "forward_tiles"),
+        ("memcheck", "backward_tiles"),
+        ("racecheck", "backward_tiles"),
+    ],
+)
 def test_small_run_is_clean(tool, run):
     result = subprocess.run(
         [
