@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.usefixtures("kernels")  # compiled once, in parallel, for the processes watched too
 @pytest.mark.parametrize(
     ("tool", "run"),
+    # Not racecheck of forward_wgmma: docs/kernels.md says what it reports, and why that is no race.
     [
         ("memcheck", "every_family"),
         ("racecheck", "every_family"),
