@@ -80,11 +80,8 @@ def backward_tiles() -> None:
     """Run the gradients of such problems, `backward_wgmma` on Hopper, and no other wgmma."""
     for d in (64, 128):
         q, k, v = (normal(2, tokens, d, dtype=ml_dtypes.bfloat16) for tokens in (130, 304, 304))
-        options = {"causal": True, "key_lengths": cupy.asarray([130, 304])}
-        out, lse = cuflash.flash_attention(q, k, v, return_lse=True, method="simt", **options)
-        cuflash.flash_attention_vjp(out, q, k, v, out, lse, **options)
-        v[0, 60] = np.nan
-        cuflash.flash_attention_vjp(out, q, k, v, out, lse, **options)
+        out, lse = cuflash.flash_attention(q, k, v, causal=True, return_lse=True, method="simt")
+        cuflash.flash_attention_vjp(out, q, k, v, out, lse, causal=True)
 
 
 if __name__ == "__main__":
