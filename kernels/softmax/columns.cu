@@ -15,6 +15,7 @@
 // Grid: clusters of kBlocks blocks, tile by tile; any number of them is right. Dynamic shared
 // memory: as `Tiles` wants it.
 #include "softmax/columns.cuh"
+#include "softmax/fused.cuh"
 
 namespace cuflash {
 
@@ -26,12 +27,9 @@ constexpr int kColumnBlocks = 2;
 #else
 constexpr int kColumnBlocks = 1;
 #endif
-// 128 bytes a lane do not fit 64 registers in 16 bits, of which the compiler widens more at a time;
-// but for softmax in bfloat16, where a shift widens. 256 bytes never do.
-template <typename T, typename Operation, int kBytes>
-constexpr int kTileBlocks = kBytes < 128 || (kBytes == 128 && sizeof(T) > 2) ? kColumnBlocks : 1;
-template <typename A>
-constexpr int kTileBlocks<__nv_bfloat16, Softmax<A>, 128> = kColumnBlocks;
+// 256 bytes a lane do not fit 64 registers.
+template <int kBytes>
+constexpr int kTileBlocks = kBytes <= 128 ? kColumnBlocks : 1;
 
 struct Once {
     static constexpr bool value = true;
@@ -42,7 +40,7 @@ struct Again {
 
 template <typename T, typename Operation, int kRows, int kWidth, int kHeld, int kBlocks>
 __global__ void CUFLASH_CLUSTERS(kBlocks)
-    __launch_bounds__(kMaxThreads, (kTileBlocks<T, Operation, kHeld * kRows* int(sizeof(T))>))
+    __launch_bounds__(kMaxThreads, (kTileBlocks<kHeld * kRows* int(sizeof(T))>))
         columns(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
     using Few = Bundle<T, kRows>;
@@ -74,32 +72,24 @@ __global__ void CUFLASH_CLUSTERS(kBlocks)
             const int mine = columns_of_lane(columns, lane, lanes);
             Few held[kHeld];
             // Weights that the compiler may compute side by side, between branches that skip
-            // columns past the end, whose weights are 0: 16 of float64 would not fit 64 registers.
-            constexpr int kAtOnce = sizeof(T) == 8 && kWeights && kHeld > 8 ? 4 : kHeld;
+            // columns past the end, whose weights are 0: more would not fit 64 registers.
+            constexpr int kOfWide = sizeof(T) == 8 && kWeights && kHeld > 8 ? 4 : kHeld;
+            constexpr int kAtOnce = sizeof(T) == 2 ? 8 : kOfWide;
             static_assert(kHeld % kAtOnce == 0, "a weight without a column");
-            // Has the compiler compute again what would not fit the registers.
-            auto forget_widened = [&] {
-                if constexpr (sizeof(T) < sizeof(A)) {
-#pragma unroll
-                    for (int i = 0; i < kHeld; ++i) held[i] = words_here(held[i]);
-                }
-            };
             const T* from = x + lane * x_step;
 #pragma unroll
             for (int i = 0; i < kHeld; ++i, from += lanes * x_step)
                 held[i] = load_bundle<T, kRows>(from, i < mine, lowest<T>());
-#pragma unroll
-            for (int v = 0; v < kRows; ++v)
-#pragma unroll
-                for (int i = 0; i < kHeld; ++i) base[v].m = maximum(base[v].m, widened(held[i], v));
-            forget_widened();
+            const Few top = largest_of(held);
 #pragma unroll
             for (int v = 0; v < kRows; ++v) {
+                base[v].m = widened(top, v);
+                const Weight<T, Operation> weight(base[v].m);
                 auto weigh = [&](int i) {
-                    const A weight = base[v].weight(widened(held[i], v));
-                    if constexpr (kWeights) held[i].element[v] = weight;
+                    const A w = weight(widened(held[i], v));
+                    if constexpr (kWeights) held[i].element[v] = w;
                     if constexpr (sizeof(T) == 8 && !kWeights) held[i] = words_here(held[i]);
-                    base[v].l = add(base[v].l, weight);
+                    base[v].l = add(base[v].l, w);
                 };
 #pragma unroll
                 for (int first = 0; first < kHeld; first += kAtOnce) {
@@ -112,7 +102,6 @@ __global__ void CUFLASH_CLUSTERS(kBlocks)
             }
             unite_and_write_entries();
             if constexpr (Operation::kColumns) {
-                forget_widened();
                 Operation operation[kRows];
 #pragma unroll
                 for (int v = 0; v < kRows; ++v) operation[v] = Operation(state[v], base[v]);
@@ -122,8 +111,8 @@ __global__ void CUFLASH_CLUSTERS(kBlocks)
                     Few result;
 #pragma unroll
                     for (int v = 0; v < kRows; ++v)
-                        result.element[v] =
-                            narrow<T>(result_of<kWeights>(operation[v], widened(held[i], v)));
+                        result.element[v] = narrow<T>(
+                            result_of_held<T, kWeights>(operation[v], widened(held[i], v)));
                     if (i < mine) store_bundle<T, kRows>(to, result);
                 }
             }

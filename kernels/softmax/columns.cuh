@@ -44,6 +44,46 @@ __device__ __forceinline__ float widened(const Bundle<__half, kRows>& bundle, in
     const unsigned word = bytes_as<Words>(bundle).word[v / 2];
     return widen(bytes_as<__half>(static_cast<unsigned short>(v % 2 ? word >> 16 : word)));
 }
+// The larger element of each row; of 16 bits two at a time, without widening them.
+template <typename T, int kRows>
+__device__ __forceinline__ Bundle<T, kRows> larger(const Bundle<T, kRows>& a,
+                                                   const Bundle<T, kRows>& b) {
+    Bundle<T, kRows> result;
+#pragma unroll
+    for (int v = 0; v < kRows; ++v) result.element[v] = maximum(a.element[v], b.element[v]);
+    return result;
+}
+template <typename Two, typename Few>
+__device__ __forceinline__ Few larger_pairs(const Few& a, const Few& b) {
+    struct Pairs {
+        Two pair[sizeof(Few) / 4];
+    };
+    const Pairs as = bytes_as<Pairs>(a), bs = bytes_as<Pairs>(b);
+    Pairs result;
+#pragma unroll
+    for (int i = 0; i < int(sizeof(Few) / 4); ++i) result.pair[i] = __hmax2(as.pair[i], bs.pair[i]);
+    return bytes_as<Few>(result);
+}
+template <int kRows>
+__device__ __forceinline__ Bundle<__half, kRows> larger(const Bundle<__half, kRows>& a,
+                                                        const Bundle<__half, kRows>& b) {
+    return larger_pairs<__half2>(a, b);
+}
+template <int kRows>
+__device__ __forceinline__ Bundle<__nv_bfloat16, kRows> larger(
+    const Bundle<__nv_bfloat16, kRows>& a, const Bundle<__nv_bfloat16, kRows>& b) {
+    return larger_pairs<__nv_bfloat162>(a, b);
+}
+// The largest element of each row of several bundles, -inf where all are NaN.
+template <typename T, int kRows, int kCount>
+__device__ __forceinline__ Bundle<T, kRows> largest_of(const Bundle<T, kRows> (&bundles)[kCount]) {
+    Bundle<T, kRows> top;
+#pragma unroll
+    for (int v = 0; v < kRows; ++v) top.element[v] = lowest<T>();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) top = larger(top, bundles[i]);
+    return top;
+}
 template <typename T, int kRows, bool kOnce = true>
 __device__ __forceinline__ Bundle<T, kRows> load_bundle(const T* source, bool present, T fill) {
     using Words = typename WordsOf<kRows * sizeof(T)>::type;
