@@ -169,7 +169,7 @@ def residency(
         trips = 2 if held else 3
     elif taken == "strips":
         strip_rows, _, _, parts = _counts(launch.kernel)
-        in_flight, trips = limits.multiprocessors // parts * strip_rows * WARP, 2
+        in_flight, trips = blocks * limits.multiprocessors // parts * strip_rows * WARP, 2
     elif taken == "short":
         parts, trips = 1, 2
         in_flight = blocks * limits.multiprocessors * -(-rows // launch.grid)

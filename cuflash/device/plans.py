@@ -29,10 +29,10 @@ from .softmax_regimes import (
     SHORT_LENGTHS,
     SHORT_THREADS,
     STREAM_SHAPES,
-    STREAM_STAGES,
     STRIP_SHAPES,
     WARP,
     ColumnTile,
+    StreamRoom,
     StreamShape,
     StripShape,
     cluster_capacity,
@@ -190,7 +190,7 @@ def softmax_kernels(dtype: np.dtype, *, clusters: bool = True) -> Iterator[Kerne
         shapes = STREAM_SHAPES[dtype.itemsize, operation in _REDUCED_VJPS]
         yield from dict.fromkeys(_stream_kernel(dtype, operation, shape) for shape in shapes)
     for operation in (o for o in _STREAMED if clusters and o not in _REDUCED_VJPS):
-        for strips in STRIP_SHAPES.get(dtype.itemsize, ()):
+        for strips in STRIP_SHAPES[dtype.itemsize]:
             yield _strips_kernel(dtype, operation, strips)
     for operation, pairs in (*((o, False) for o in forward), *((o, True) for o in _REDUCED_VJPS)):
         for tile in COLUMN_TILES[dtype.itemsize, pairs]:
@@ -427,12 +427,15 @@ class _Planner:
             Launch(_BEGIN_DEALING, grid=1, block=1, clears=_OFFSETS["states"]),
             Launch(
                 kernel,
-                grid=self._limits.multiprocessors // shape.blocks * shape.blocks,
+                grid=self._limits.multiprocessors * shape.resident // shape.blocks * shape.blocks,
                 block=WARP * shape.warps,
-                shared_bytes=shape.bytes(accumulator(self._rows.dtype).itemsize),
+                shared_bytes=self._room(shape).bytes,
                 staying=shape.blocks,
             ),
         )
+
+    def _room(self, shape: StreamShape | StripShape) -> StreamRoom:
+        return shape.room(accumulator(self._rows.dtype).itemsize)
 
     def short(self) -> Launch:
         """Return the kernel for contiguous rows that are a thread's each."""
@@ -503,7 +506,7 @@ class _Planner:
         fields["log2_lanes"], fields["across"] = self._lanes.bit_length() - 1, self._across
         fields["parts"], fields["ahead"] = self._blocks, self._ahead
         dealt = self.streamed or self.strips
-        fields["stages"] = STREAM_STAGES[dealt.warps] if dealt else 0
+        fields["stages"] = self._room(dealt).stages if dealt else 0
         for (member, i), spec, kept, reduced in zip(
             rows.roles, rows.specs, rows.kept.strides, rows.reduced.strides, strict=True
         ):

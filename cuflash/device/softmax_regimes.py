@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,6 +60,30 @@ EXCHANGE = 2 * 16
 SHORT_LENGTHS, SHORT_THREADS = {2: (1, 2, 3, 4, 8), 4: (1, 2, 3, 4), 8: (1, 2)}, 256
 
 
+#: Of a stage of `stream` (`kStageBytes`), and the stages of a multiprocessor: most of its shared
+#: memory. Its registers are all taken, too: by 16 warps with 16 chunks of float in a lane, or by 8
+#: with 32.
+STAGE_BYTES, STREAM_STAGES, STREAM_WARPS = 2048, 104, (8, 16)
+#: The shared memory of a multiprocessor, and what each of its blocks leaves of it to what kernels
+#: declare; the system takes as much.
+STREAM_SHARED, STREAM_SPARE = 228 << 10, 1 << 10
+
+
+class StreamRoom(NamedTuple):
+    """The stages of each warp of a block, and its bytes of dynamic shared memory."""
+
+    stages: int
+    bytes: int
+
+    @classmethod
+    def of(cls, head: int, warps: int, resident: int) -> StreamRoom:
+        """Return what `resident` blocks of a multiprocessor can have beside `head` bytes each."""
+        head, of_all = -(-head // 128) * 128, warps * (STAGE_BYTES + 8)
+        room = STREAM_SHARED // resident - 2 * STREAM_SPARE - head
+        stages = min(STREAM_STAGES // (warps * resident), room // of_all)
+        return cls(stages, head + stages * of_all)
+
+
 @dataclass(frozen=True, slots=True)
 class StreamShape:
     """A kernel of `stream.cu` and the longest rows, in bytes, that it takes.
@@ -74,25 +99,25 @@ class StreamShape:
 
     def __post_init__(self) -> None:
         """Refuse what the kernels cannot be compiled for, and rows that find no room."""
-        if self.warps not in STREAM_STAGES or self.held * CHUNK * WARP % STAGE_BYTES:
+        if self.warps not in STREAM_WARPS or self.held * CHUNK * WARP % STAGE_BYTES:
             raise ValueError(f"warps = {self.warps}, held = {self.held}: no such kernel")
         if self.blocks not in (1, *CLUSTERS):
             raise ValueError(f"blocks must be 1 or one of {CLUSTERS}, got {self.blocks}")
         part = self.row_bytes // (self.blocks * self.warps)
-        if part > self.held * CHUNK * WARP + (STREAM_STAGES[self.warps] - 1) * STAGE_BYTES:
+        if part > self.held * CHUNK * WARP + (self.room(8).stages - 1) * STAGE_BYTES:
             raise ValueError(f"a warp has no room for {part} bytes of a row")
 
-    def bytes(self, accumulator_bytes: int) -> int:
-        """Return the bytes of shared memory of a block: an exchange, and the warps' stages."""
+    @property
+    def resident(self) -> int:
+        """Blocks that share a multiprocessor (`kStreamBlocks`)."""
+        return 2 if self.warps * self.held <= 64 else 1
+
+    def room(self, accumulator_bytes: int) -> StreamRoom:
+        """Return how a block uses shared memory: an exchange, and the warps' stages."""
         exchange = 32 + 2 * self.blocks * self.warps * 2 * accumulator_bytes
-        stages = self.warps * STREAM_STAGES[self.warps] * (STAGE_BYTES + 8)
-        return -(-exchange // 128) * 128 + stages
+        return StreamRoom.of(exchange, self.warps, self.resident)
 
 
-#: Of a stage of `stream` (`kStageBytes`), and how many a warp has, by the warps of a block: all of
-#: the shared memory of a multiprocessor, which has one block. The registers are all taken, too: by
-#: 16 warps with 16 chunks of float in a lane, or by 8 with 32.
-STAGE_BYTES, STREAM_STAGES = 2048, {16: 6, 8: 13}
 #: By bytes of an element and whether there are two operands, in rising order of rows. Each row
 #: costs a warp some 300 instructions beside those of its elements, so that long parts pay: of
 #: float 32 chunks a lane, and 8 warps (0.938 at N = 2^16 and 2^18, with 16 chunks and 16 warps
@@ -119,10 +144,10 @@ STREAM_SHAPES: dict[tuple[int, bool], tuple[StreamShape, ...]] = {
     ),
     (8, False): (
         StreamShape(1 << 17, 1, 16, 8),
-        StreamShape(1 << 18, 2, 16, 8),
-        StreamShape(1 << 19, 4, 16, 8),
+        StreamShape(1 << 18, 4, 8, 8),
+        StreamShape(1 << 19, 8, 8, 8),
         StreamShape(1 << 20, 8, 16, 8),
-        StreamShape(1 << 22, 16, 8, 32),
+        StreamShape(1 << 22, 16, 16, 12),
     ),
 }
 #: Gradients of any type: 0.957 at the least, in place of 0.55 to 0.92.
@@ -142,8 +167,6 @@ UNSTREAMED_BYTES |= {(itemsize, True): 1 << 15 for itemsize in (2, 4, 8)}
 #: last round could cost more than streaming gains (264 rows of 2^16 in float32, 4 rounds: 0.895,
 #: by `cluster` 0.828; but 200 rows, 3 rounds and a bit, 0.757 and 0.825).
 STREAM_ROWS = 8
-#: What a block of `stream` leaves of a multiprocessor's shared memory, at the least.
-STREAM_SPARE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +185,22 @@ class StripShape:
 
     def __post_init__(self) -> None:
         """Refuse what the kernels cannot be compiled for, and columns that find no room."""
-        if self.warps not in STREAM_STAGES or self.blocks not in (1, *CLUSTERS):
+        if self.warps not in STREAM_WARPS or self.blocks not in (1, *CLUSTERS):
             raise ValueError(f"warps = {self.warps}, blocks = {self.blocks}: no such kernel")
         if self.columns > self.blocks * self.warps * self.held:
             raise ValueError(f"a strip has no room for {self.columns} columns")
 
-    def bytes(self, accumulator_bytes: int) -> int:
-        """Return the bytes of shared memory of a block: an exchange, states, and stages."""
+    @property
+    def resident(self) -> int:
+        """Blocks that share a multiprocessor."""
+        return max(STREAM_WARPS) // self.warps
+
+    def room(self, accumulator_bytes: int) -> StreamRoom:
+        """Return how a block uses shared memory: an exchange, states, and the warps' stages."""
         width, state = WARP * self.rows, 2 * accumulator_bytes
         exchange = 32 + 2 * self.blocks * width * state
         states = (self.warps * (width + 1) + width) * state
-        stages = self.warps * STREAM_STAGES[self.warps] * (STAGE_BYTES + 8)
-        return -(-exchange // 128) * 128 + -(-states // 128) * 128 + stages
+        return StreamRoom.of(-(-exchange // 128) * 128 + states, self.warps, self.resident)
 
 
 #: By bytes of an element, in rising order: pieces of 256 bytes of memory (0.85, 0.81 and 0.80 at
@@ -181,7 +208,12 @@ class StripShape:
 #: as long rows are better off as tiles (0.90 to 0.86 at 512), and so is what computes longer: 16
 #: bits (0.67 to 0.72 at 1024) and float64 (0.64 to 0.75).
 STRIP_SHAPES: dict[int, tuple[StripShape, ...]] = {
+    2: tuple(StripShape(256 * n, n, rows=4, warps=8, held=32) for n in (4, 8, 16)),
     4: tuple(StripShape(512 * n, n, rows=2, warps=16, held=32) for n in (2, 4, 8)),
+    8: (
+        *(StripShape(256 * n, n, rows=1, warps=8, held=32) for n in (4, 8, 16)),
+        StripShape(8192, 16, rows=1, warps=16, held=32),
+    ),
 }
 #: Most columns that are left to `columns`.
 UNSTRIPPED_COLUMNS = 512
@@ -326,27 +358,32 @@ def stream_shape(
         return None
     shapes = STREAM_SHAPES[dtype.itemsize, pairs]
     shape = next((shape for shape in shapes if row_bytes <= shape.row_bytes), None)
-    if shape is None or shape.blocks > min(limits.cluster_blocks, limits.multiprocessors):
-        return None
-    fits = shape.bytes(max(dtype.itemsize, 4)) + STREAM_SPARE <= limits.shared_per_block
-    many = rows * shape.blocks >= STREAM_ROWS * limits.multiprocessors
-    return shape if fits and many and int(limits.compute_capability) >= PREFETCHES else None
+    return shape if shape and _stays(shape, rows, dtype, limits) else None
 
 
 def strip_shape(
     rows: int, columns: int, dtype: np.dtype, limits: DeviceLimits
 ) -> StripShape | None:
     """Return the shape of the clusters that stream rows side by side, or None."""
-    shapes = STRIP_SHAPES.get(dtype.itemsize, ())
+    shapes = STRIP_SHAPES[dtype.itemsize]
     shape = next((shape for shape in shapes if columns <= shape.columns), None)
     if columns <= UNSTRIPPED_COLUMNS or shape is None:
         return None
-    if shape.blocks > min(limits.cluster_blocks, limits.multiprocessors):
-        return None
-    strips = rows // (WARP * shape.rows)
-    fits = shape.bytes(max(dtype.itemsize, 4)) + STREAM_SPARE <= limits.shared_per_block
-    many = strips * shape.blocks >= STREAM_ROWS * limits.multiprocessors
-    return shape if fits and many and int(limits.compute_capability) >= PREFETCHES else None
+    return shape if _stays(shape, rows // (WARP * shape.rows), dtype, limits) else None
+
+
+def _stays(
+    shape: StreamShape | StripShape, rows: int, dtype: np.dtype, limits: DeviceLimits
+) -> bool:
+    """Tell whether clusters of a shape can stay on a device, with rows or strips enough."""
+    shared = shape.room(max(dtype.itemsize, 4)).bytes + STREAM_SPARE
+    return (
+        int(limits.compute_capability) >= PREFETCHES
+        and shape.blocks <= min(limits.cluster_blocks, limits.multiprocessors)
+        and shared <= limits.shared_per_block
+        and shape.resident <= resident_blocks(limits, WARP * shape.warps, shared)
+        and rows * shape.blocks >= STREAM_ROWS * limits.multiprocessors * shape.resident
+    )
 
 
 def resident_blocks(

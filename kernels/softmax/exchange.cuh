@@ -81,11 +81,18 @@ class Exchange {
     // i + kKnown is known. Two buffers take turns: who sends for the next but one has read what all
     // sent for the next one, and they had read.
     __device__ __forceinline__ const V* gather(const V& value, int i) {
+        return gather_by(i, [&](V* own, unsigned char* barrier) {
+            const int block = threadIdx.x % 32;
+            if (block < kBlocks)
+                send(value, cluster_address(own, block), cluster_address(barrier, block));
+        });
+    }
+    // The same where `tell(place of this warp's value, barrier)` sends it, to all blocks.
+    template <typename Tell>
+    __device__ __forceinline__ const V* gather_by(int i, Tell tell) {
         const int turn = i % 2, lane = threadIdx.x % 32;
         V* values = reinterpret_cast<V*>(memory_ + kHead) + turn * kCount;
-        if (lane < kBlocks)
-            send(value, cluster_address(values + number(), lane),
-                 cluster_address(memory_ + 8 * turn, lane));
+        tell(values + number(), memory_ + 8 * turn);
         if (number() == 0) {
             const int next = kKnown * clusters() + __shfl_sync(kFullWarp, next_, 0);
             if (lane < kBlocks)
@@ -102,7 +109,7 @@ class Exchange {
     // taken by the row, but all of float64, where the latency of each would tell.
     template <typename Visit>
     static __device__ __forceinline__ void for_each(const V* values, Visit visit) {
-#pragma unroll(sizeof(V) == 16 ? 16 : 2)
+#pragma unroll(sizeof(V) == 16 ? 4 : 2)
         for (int first = 0; first < kCount; first += 32) {
             const int i = first + threadIdx.x % 32;
             if (kCount % 32 == 0 || i < kCount) visit(values[i]);

@@ -16,19 +16,24 @@ class Exponential {
     using A = Accumulator<T>;
 
   public:
+    static constexpr bool kOfNear = false;
+
     __device__ __forceinline__ explicit Exponential(A m) : m_(reference(m)) {}
     __device__ __forceinline__ A operator()(A x) const { return quick_exponential(x - m_); }
 
   private:
     A m_;
 };
-// Of 16-bit scores by two instructions in place of three, up to a factor near 1 that all weights
-// relative to m share: 2^(x * log2(e) - m * log2(e)), where the first product is exact and the
-// second is rounded. Large scores of 16 bits are so far apart that the others weigh nothing beside
-// m, in any base; there it is 2, in which nothing overflows.
+// Of scores near 0 by fewer instructions, up to a factor near 1 that all weights relative to m
+// share: 2^(x * log2(e) - m * log2(e)), where the first product is exact and the second is rounded.
+//
+// Of 16-bit scores two in place of three. Large ones are so far apart that the others weigh nothing
+// beside m, in any base; there it is 2, in which nothing overflows.
 template <typename T>
 class Exponential<T, true> {
   public:
+    static constexpr bool kOfNear = false;
+
     __device__ __forceinline__ explicit Exponential(float m) {
         m = reference(m);
         slope_ = fabsf(m) < 1048576.0f ? 1.44269504f : 1.0f;
@@ -41,9 +46,33 @@ class Exponential<T, true> {
   private:
     float slope_, shift_;
 };
+// Of double 15 in place of 20. The factor's error, |m| * 2^-53, is 2^-47 at the most: other scores
+// are to be made relative to m before, by a caller that asks `is_far`. Where m is +inf the weight
+// of +inf is NaN.
+template <>
+class Exponential<double, true> {
+  public:
+    static constexpr bool kOfNear = true;
+    static __device__ __forceinline__ bool is_far(double m) {
+        return fabs(m) >= kNear && m != -infinity<double>();
+    }
+
+    __device__ __forceinline__ explicit Exponential(double m)
+        : shift_(fabs(m) < kNear ? -multiply(m, kLog2OfE) : 0.0) {}
+    __device__ __forceinline__ double operator()(double x) const {
+        return quick_exp2(multiply_add(x, kLog2OfE, shift_));
+    }
+
+  private:
+    static constexpr double kNear = 64, kLog2OfE = 1.4426950408889634;
+    double shift_;
+};
 // The factor cancels where weights are normalised by their own sum, and nowhere else.
 template <typename T, typename Operation>
 using Weight = Exponential<T, sizeof(T) == 2 && Operation::kOfWeights>;
+// The same for kernels with the registers that far scores take.
+template <typename T, typename Operation>
+using QuickWeight = Exponential<T, sizeof(T) != 4 && Operation::kOfWeights>;
 
 // The result of a score, or with kWeight of its weight, where the operation's base is its group's.
 template <typename T, bool kWeight, typename Operation>
@@ -92,6 +121,14 @@ struct Largest<__half> : LargestOfPairs<__half, __half2> {};
 template <>
 struct Largest<__nv_bfloat16> : LargestOfPairs<__nv_bfloat16, __nv_bfloat162> {};
 
+// A chunk's scores relative to m.
+template <typename A>
+__device__ __forceinline__ Wide<A> relative(Wide<A> chunk, A m) {
+#pragma unroll
+    for (int v = 0; v < kVector<A>; ++v) chunk.element[v] = add(chunk.element[v], -m);
+    return chunk;
+}
+
 // The chunks of a row that one thread holds, in registers or in its own places of shared memory:
 // scores, then their weights where the place is wide enough for them and the operation wants them:
 // in registers, kMostWeights.
@@ -113,9 +150,15 @@ class Held {
     // As they are held: Vector<T>, or Wide<T>.
     __device__ __forceinline__ const Chunk& scores(int i) { return at(i); }
 
-    // The weights for a maximum m; those of put() are replaced by them where they fit.
-    __device__ __forceinline__ Wide<T> weigh(int i, A m) {
-        Wide<T> result = weights(Weight<T, Operation>(m), Wide<T>(at(i)));
+    // Makes scores relative to m.
+    __device__ __forceinline__ void subtract(A m) {
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) registers_[i] = relative(registers_[i], m);
+    }
+    // The weights; the scores of put() are replaced by them where they fit.
+    template <typename Weight>
+    __device__ __forceinline__ Wide<T> weigh(int i, const Weight& weight) {
+        Wide<T> result = weights(weight, Wide<T>(at(i)));
         if constexpr (kWeights) at(i) = result;
         return result;
     }
@@ -194,8 +237,9 @@ __device__ __forceinline__ void softmax_of_held(const SoftmaxParameters& p, unsi
         }
         group.m = team.reduce_group(group.m, Maximum{});
         if (active) {
+            const Weight<T, Operation> weight(group.m);
             for_each_chunk<T, kChunks>(
-                p, team, [&](int i, auto) { group.l = add(group.l, sum(held.weigh(i, group.m))); });
+                p, team, [&](int i, auto) { group.l = add(group.l, sum(held.weigh(i, weight))); });
         }
         group.l = team.reduce_group(group.l, Plus{});
         const OnlineSoftmax<A> state = team.unite(group);

@@ -37,9 +37,14 @@ __device__ __forceinline__ OnlineSoftmax<A> unite_warps(Exchange& exchange,
     return {m, of_warp(l, Plus{})};
 }
 
+// Blocks that share a multiprocessor: two that take turns where they are small and hold little.
+template <int kChunks, int kWarps>
+constexpr int kStreamBlocks = kWarps * kChunks <= 64 ? 2 : 1;
+
 template <typename T, typename Operation, int kChunks, int kWarps, int kBlocks>
-__global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
-    stream(const __grid_constant__ SoftmaxParameters p) {
+__global__ void CUFLASH_CLUSTERS(kBlocks)
+    __launch_bounds__(32 * kWarps, (kStreamBlocks<kChunks, kWarps>))
+        stream(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
     using State = OnlineSoftmax<A>;
     // The weights take the place of what was copied, if they fit there.
@@ -80,9 +85,22 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
         };
 
         State group{of_warp(top.value(), Maximum{}), A(0)};
+        A m = group.m;
+        if constexpr (QuickWeight<T, Operation>::kOfNear) {
+            if (QuickWeight<T, Operation>::is_far(m)) {
+                held.subtract(m);
+                for_each_rest([&](int stage, int) {
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) group.l = add(group.l, sum(held.weigh(i, group.m)));
-        const Weight<T, Operation> weight(group.m);
+                    for (int j = 0; j < kRun<1>; ++j)
+                        feed.at(stage, j) =
+                            bytes_as<uint4>(relative(bytes_as<Wide<T>>(feed.at(stage, j)), m));
+                });
+                m = 0;
+            }
+        }
+        const QuickWeight<T, Operation> weight(m);
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) group.l = add(group.l, sum(held.weigh(i, weight)));
         for_each_rest([&](int stage, int s) {
 #pragma unroll
             for (int j = 0; j < kRun<1>; ++j) {

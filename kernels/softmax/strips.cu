@@ -60,13 +60,6 @@ template <typename A, int kCount>
 struct States {
     OnlineSoftmax<A> of[kCount];
 };
-template <typename A, int kCount>
-__device__ __forceinline__ void send(const States<A, kCount>& states, unsigned to,
-                                     unsigned barrier) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-        send(states.of[i], to + i * int(sizeof(OnlineSoftmax<A>)), barrier);
-}
 
 // The union of the states of kLanes neighbouring lanes.
 template <int kLanes, typename A>
@@ -80,8 +73,9 @@ __device__ __forceinline__ OnlineSoftmax<A> unite_lanes(const OnlineSoftmax<A>& 
     return {m, l};
 }
 
+// A multiprocessor has 16 warps: in two blocks of 8 one computes while the other waits.
 template <typename T, typename Operation, int kRows, int kHeld, int kWarps, int kBlocks>
-__global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
+__global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 16 / kWarps)
     strips(const __grid_constant__ SoftmaxParameters p) {
     using A = Accumulator<T>;
     using State = OnlineSoftmax<A>;
@@ -109,26 +103,30 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
 #pragma unroll
         for (int s = 0; s < kHeld / kUnits; ++s) {
             const int left = part.count - s * kUnits;
-            const Few* const stage =
-                reinterpret_cast<const Few*>(left > 0 ? &feed.stage(feed.take()) : &feed.stage(0));
+            const T* const stage =
+                reinterpret_cast<const T*>(left > 0 ? &feed.stage(feed.take()) : &feed.stage(0));
 #pragma unroll
-            for (int j = 0; j < kUnits; ++j) {
-                Few few;
-#pragma unroll
-                for (int v = 0; v < kRows; ++v) few.element[v] = lowest<T>();
-                if (j < left) few = stage[j * 32 + lane];
-                held[s * kUnits + j] = few;
-            }
+            for (int j = 0; j < kUnits; ++j)
+                held[s * kUnits + j] = load_bundle<T, kRows, false>(stage + (j * 32 + lane) * kRows,
+                                                                    j < left, lowest<T>());
             if (left > 0) feed.fetch(1);
         }
 
+        const Few top = largest_of(held);
         State base[kRows];
 #pragma unroll
         for (int v = 0; v < kRows; ++v) {
-            base[v] = State::identity();
+            base[v] = {widened(top, v), A(0)};
+            A m = base[v].m;
+            if constexpr (QuickWeight<T, Operation>::kOfNear) {
+                if (QuickWeight<T, Operation>::is_far(m)) {
 #pragma unroll
-            for (int i = 0; i < kHeld; ++i) base[v].m = maximum(base[v].m, widened(held[i], v));
-            const Weight<T, Operation> weight(base[v].m);
+                    for (int i = 0; i < kHeld; ++i)
+                        held[i].element[v] = add(held[i].element[v], -m);
+                    m = 0;
+                }
+            }
+            const QuickWeight<T, Operation> weight(m);
 #pragma unroll
             for (int i = 0; i < kHeld; ++i) {
                 const A w = weight(widened(held[i], v));
@@ -136,20 +134,26 @@ __global__ void CUFLASH_CLUSTERS(kBlocks) __launch_bounds__(32 * kWarps, 1)
                 base[v].l = add(base[v].l, w);
             }
             states[warp * kPitch + lane * kRows + v] = base[v];
+            // Has the compiler widen again what would not fit the registers.
+            if constexpr (sizeof(T) < sizeof(A)) {
+#pragma unroll
+                for (int i = 0; i < kHeld; ++i) held[i] = words_here(held[i]);
+            }
         }
 
         __syncthreads();
-        States<A, kEach> mine;
+        // Lanes that have the same row tell different blocks.
+        const auto* const of_blocks = exchange.gather_by(
+            feed.number(), [&](States<A, kEach>* values, unsigned char* barrier) {
 #pragma unroll
-        for (int j = 0; j < kEach; j += 32 / kWarps) {
-            const State state = unite_lanes<kWarps>(
-                states[lane % kWarps * kPitch + warp * kEach + j + lane / kWarps]);
-#pragma unroll
-            for (int i = 0; i < 32 / kWarps; ++i)
-                mine.of[j + i] = {__shfl_sync(kFullWarp, state.m, i * kWarps),
-                                  __shfl_sync(kFullWarp, state.l, i * kWarps)};
-        }
-        const auto* const of_blocks = exchange.gather(mine, feed.number());
+                for (int j = lane / kWarps; j - lane / kWarps < kEach; j += 32 / kWarps) {
+                    const State state =
+                        unite_lanes<kWarps>(states[lane % kWarps * kPitch + warp * kEach + j]);
+                    for (int block = lane % kWarps; block < kBlocks; block += kWarps)
+                        send(state, cluster_address(&values->of[j], block),
+                             cluster_address(barrier, block));
+                }
+            });
         feed.learn();
 #pragma unroll
         for (int j = lane / kBlocks; j - lane / kBlocks < kEach; j += 32 / kBlocks) {

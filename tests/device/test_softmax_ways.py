@@ -145,6 +145,8 @@ def test_streamed_rows(dtype):
         put(x, (1, slice(None, None, 2)), np.nan)
         put(x, (2, 0), np.inf)
         put(x, (3, slice(None, None, 3)), -np.inf)
+        if dtype.itemsize == 8:
+            x[4] += 1e9
         exact = wide(x[3:])
         for name, function in (("softmax", softmax), ("log_softmax", log_softmax)):
             y = run(name, [x], executor)
@@ -270,26 +272,33 @@ def test_many_rows_side_by_side(dtype):
     assert sources == {"softmax/columns.cu"}
 
 
-def test_streamed_strips():
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_streamed_strips(dtype):
     """At the borders of each shape, with a last strip that is narrow; rows of -inf, NaN and inf."""
     needs_streams()
-    single, columns = np.dtype(np.float32), UNSTRIPPED_COLUMNS
-    base = numbers(single, 4096 * 1100)
-    for shape in STRIP_SHAPES[4]:
+    eps, longest = (EPS[dtype.name], TINY[dtype.name]), UNSTRIPPED_COLUMNS
+    base = numbers(dtype, 17 * 2**20)
+    for shape in STRIP_SHAPES[dtype.itemsize]:
         if shape.blocks > device_limits(0).cluster_blocks:
             continue
         executor = FewClusters(shape.blocks)
-        for length in (columns + 1, shape.columns):
-            x = base[: length * 1100].copy().reshape(length, 1100)
-            x[:, 3], x[::2, 5], x[0, 6], x[-1, -1] = -np.inf, -np.inf, np.nan, np.inf
+        rows = 16 * shape.resident * 32 * shape.rows + 72
+        for length in (longest + 1, shape.columns):
+            x = bits(base)[: length * rows].copy().view(dtype).reshape(length, rows)
+            put(x, (slice(None), 3), -np.inf)
+            put(x, (slice(None, None, 2), 5), -np.inf)
+            put(x, (0, 6), np.nan)
+            put(x, (-1, -1), np.inf)
+            if dtype.itemsize == 8:
+                x[:, 8] += 1e9
             exact = cupy.ascontiguousarray(wide(x).T)
             for name, function in (("softmax", softmax), ("log_softmax", log_softmax)):
-                y = cupy.ascontiguousarray(run(name, [x], executor, axis=0).T)
-                for rows in (slice(0, 3), slice(4, 6), slice(7, -1)):
-                    assert_rows_close(y[rows], function(exact[rows]), (EPS["float32"], 1.4e-45))
-                assert bool(cupy.isnan(y[cupy.array([6, -1])]).all())
-                assert bool((y[3] == (0 if name == "softmax" else -np.inf)).all())
-        columns = shape.columns
+                y = cupy.ascontiguousarray(bits(run(name, [x], executor, axis=0)).T).view(dtype)
+                for some in (slice(0, 3), slice(4, 6), slice(7, -1)):
+                    assert_rows_close(y[some], function(exact[some]), eps)
+                assert bool(cupy.isnan(wide(y[6])).all() & cupy.isnan(wide(y[-1])).all())
+                assert bool((wide(y[3]) == (0 if name == "softmax" else -np.inf)).all())
+        longest = shape.columns
         kernels = {launch.kernel.source for launch in executor.launched if launch.staying}
         assert kernels == {"softmax/strips.cu"}
 

@@ -18,6 +18,7 @@ from cuflash.testing.bounds import assert_softmax_close, expect_softmax, expect_
 from tests.host_cuda import builder
 from tests.host_cuda.builder import Edit
 from tests.host_cuda.engine import H200, HostExecutor
+from tests.host_cuda.far_scores import MIDDLES, around, assert_accurate
 
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
 
@@ -74,7 +75,7 @@ def test_rows(name, dtype, order, rng):
             x = x.astype(numbers(dtype))
             if rows > 1:
                 x[1], x[2, : x.shape[1] // 2], x[3, -1], x[4, 0] = -np.inf, -np.inf, np.nan, np.inf
-                x[5] = np.sort(x[5])
+                x[4, 1::2], x[5] = -np.inf, np.sort(x[5])
             y = stream(name, (x,), order=order)
             assert_softmax_close(y, expect_softmax(name, x, -1), name=name)
 
@@ -90,6 +91,14 @@ def test_gradients(name, dtype, rng):
         dx = stream(f"{name}_vjp", (dy, y), order="random")
         assert_softmax_close(dx, expect_softmax_vjp(f"{name}_vjp", dy, y), name=name)
         assert not dx[1].any()
+
+
+@pytest.mark.parametrize("middle", MIDDLES)
+@pytest.mark.parametrize("chunks", [33, 1023])
+def test_float64_is_as_accurate_far_from_zero(chunks, middle, rng):
+    """In registers, and in the ring, too."""
+    x = around(middle, (9, 2 * chunks), rng)
+    assert_accurate(stream("softmax", (x,)), x)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 32])
