@@ -106,10 +106,10 @@ class Exchange {
     }
 
     // Calls visit(value) for this lane's share of the values: two at a time, as registers are all
-    // taken by the row, but all of float64, where the latency of each would tell.
+    // taken by the row, or four of float64, where the latency of each would tell.
     template <typename Visit>
     static __device__ __forceinline__ void for_each(const V* values, Visit visit) {
-#pragma unroll(sizeof(V) == 16 ? 4 : 2)
+#pragma unroll(sizeof(V) == 16 && kCount <= 128 ? 4 : 2)
         for (int first = 0; first < kCount; first += 32) {
             const int i = first + threadIdx.x % 32;
             if (kCount % 32 == 0 || i < kCount) visit(values[i]);

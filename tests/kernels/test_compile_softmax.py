@@ -54,7 +54,9 @@ COVERING = (
     "cuflash::LogSoftmax<float>, 8, 16, 8>",
     "cuflash::LogSoftmax<float>, 32, 8, 16>",
     "cuflash::LogSoftmax<double>, 8, 16, 8>",
-    "cuflash::LogSoftmax<double>, 32, 8, 16>",
+    "cuflash::LogSoftmax<double>, 12, 16, 16>",
+    "cuflash::LogSoftmax<float>, 4, 32, 8, 8>",
+    "cuflash::LogSoftmax<double>, 1, 32, 8, 8>",
     "cuflash::LogSoftmaxVjp<float>, 8, 16, 16>",
     "cuflash::LogSoftmaxVjp<double>, 8, 16, 16>",
 )
