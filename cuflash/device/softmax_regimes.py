@@ -144,7 +144,7 @@ STREAM_SHAPES: dict[tuple[int, bool], tuple[StreamShape, ...]] = {
     ),
     (8, False): (
         StreamShape(1 << 17, 1, 16, 8),
-        StreamShape(1 << 18, 4, 8, 8),
+        StreamShape(1 << 18, 2, 16, 8),
         StreamShape(1 << 19, 8, 8, 8),
         StreamShape(1 << 20, 8, 16, 8),
         StreamShape(1 << 22, 16, 16, 12),
@@ -208,8 +208,11 @@ class StripShape:
 #: as long rows are better off as tiles (0.90 to 0.86 at 512), and so is what computes longer: 16
 #: bits (0.67 to 0.72 at 1024) and float64 (0.64 to 0.75).
 STRIP_SHAPES: dict[int, tuple[StripShape, ...]] = {
-    2: tuple(StripShape(256 * n, n, rows=4, warps=8, held=32) for n in (4, 8, 16)),
-    4: tuple(StripShape(512 * n, n, rows=2, warps=16, held=32) for n in (2, 4, 8)),
+    2: (
+        *(StripShape(256 * n, n, rows=4, warps=8, held=32) for n in (4, 8)),
+        *(StripShape(512 * n, n, rows=2, warps=8, held=64) for n in (8, 16)),
+    ),
+    4: tuple(StripShape(256 * n, n, rows=2, warps=8, held=32) for n in (4, 8, 16)),
     8: (
         *(StripShape(256 * n, n, rows=1, warps=8, held=32) for n in (4, 8, 16)),
         StripShape(8192, 16, rows=1, warps=16, held=32),

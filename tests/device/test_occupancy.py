@@ -97,7 +97,7 @@ def test_a_row_has_as_many_blocks_as_hold_or_split_it():
     ("length", "regime", "parts", "trips", "width"),
     [
         (128, "columns", 1, 2, 256),
-        (4096, "strips", 8, 2, 256),
+        (4096, "strips", 16, 2, 256),
         (8192, "columns", 16, 2, 128),
         (2**15, "columns", 1, 3, 128),
     ],
