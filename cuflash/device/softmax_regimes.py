@@ -119,14 +119,16 @@ class StreamShape:
 
 
 #: By bytes of an element and whether there are two operands, in rising order of rows. Each row
-#: costs a warp some 300 instructions beside those of its elements, so that long parts pay: of
-#: float 32 chunks a lane, and 8 warps (0.938 at N = 2^16 and 2^18, with 16 chunks and 16 warps
-#: 0.930 and 0.927; at 2^20, half of it in shared memory, 0.887 and 0.891). 16-bit chunks have twice
-#: the elements, whose weights would fit no registers beyond 8 chunks; 8 more of scores,
-#: exponentials made twice, beat a larger cluster (N = 2^17 0.928 and 0.903; 2^18 0.967 and 0.919 as
-#: rows are dealt out now; 2^19 0.927 and 0.821). float64 spills with 16 chunks and 16 warps, and
-#: what 8 chunks leave in shared memory costs nothing (2^14 0.915, all in registers 0.917; 2^16
-#: 0.859 and 0.787).
+#: costs a warp some 300 instructions beside those of its elements, so that long parts pay: of float
+#: 32 chunks a lane, and 8 warps (0.938 at N = 2^16 and 2^18, with 16 chunks and 16 warps 0.930 and
+#: 0.927; at 2^20, half of it in shared memory, 0.887 and 0.891). 16-bit chunks have twice the
+#: elements, whose weights would fit no registers beyond 8 chunks; 8 more of scores, exponentials
+#: made twice, beat a larger cluster (N = 2^17 0.928 and 0.903; 2^18 0.967 and 0.919 as rows are
+#: dealt out now; 2^19 0.927 and 0.821). Of float64 what 8 chunks leave in shared memory costs
+#: nothing. Two blocks of 8 warps, one of which computes while the other waits, beat one of 16 at
+#: N = 2^16 (0.941 and 0.911), but not at 2^15 (0.949 and 0.963) nor with 16 blocks a cluster (2^17
+#: 0.887 and 0.884); beyond, 12 chunks are as many as do not spill (2^19 0.79, 32 chunks and 8 warps
+#: 0.71).
 STREAM_SHAPES: dict[tuple[int, bool], tuple[StreamShape, ...]] = {
     (2, False): (
         StreamShape(1 << 17, 1, 16, 8),
@@ -203,10 +205,13 @@ class StripShape:
         return StreamRoom.of(-(-exchange // 128) * 128 + states, self.warps, self.resident)
 
 
-#: By bytes of an element, in rising order: pieces of 256 bytes of memory (0.85, 0.81 and 0.80 at
-#: N = 1024, 2048 and 4096, as tiles 0.82, 0.73 and 0.68; of 128 bytes 0.72, 0.71 and 0.65). Half
-#: as long rows are better off as tiles (0.90 to 0.86 at 512), and so is what computes longer: 16
-#: bits (0.67 to 0.72 at 1024) and float64 (0.64 to 0.75).
+#: By bytes of an element, in rising order. Blocks of 8 warps share a multiprocessor, and one
+#: computes while the other waits (float32 0.91, 0.91 and 0.82 at N = 1024, 2048 and 4096, by one of
+#: 16 warps 0.87, 0.81 and 0.79; as tiles 0.78, 0.68 and 0.65; float64 at 4096 0.74 and 0.69).
+#: Pieces of memory are of 256 bytes, and of 128 where the cluster would have 16 blocks: in 16 bits
+#: 0.82 and 0.74 at 1024, 0.77 and 0.70 at 2048, but 0.60 and 0.67 at 4096; tiles make 0.74, 0.68
+#: and 0.61 there, and 0.55 at 8192 where strips make 0.59. Half as long rows gain 0.03 as strips of
+#: 2 blocks (0.91, tiles 0.88 in float32; 0.89 and 0.85 in 16 bits): not worth their kernels.
 STRIP_SHAPES: dict[int, tuple[StripShape, ...]] = {
     2: (
         *(StripShape(256 * n, n, rows=4, warps=8, held=32) for n in (4, 8)),

@@ -21,8 +21,8 @@ from tests.host_cuda.far_scores import MIDDLES, around, assert_accurate
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
 
 WARPS = 2
-#: Bytes of an element to the neighbouring rows of a lane, and the columns that it holds of them.
-SHAPES = {2: (4, 32), 4: (2, 32), 8: (1, 32)}
+#: The neighbouring rows of a lane, and the columns that it holds of them.
+SHAPES = {"float64": (1, 32), "float32": (2, 32), "float16": (2, 64), "bfloat16": (4, 32)}
 WIDTH = 64  # of a strip in float32
 OPERATIONS = {"softmax": "Softmax", "log_softmax": "LogSoftmax"}
 #: Of a warp: none, one, a stage, and all that there is room for.
@@ -37,7 +37,7 @@ def strips(x, operation="softmax", blocks=2, stages=3, **options):
     block = plan.parameters([x.ctypes.data, y.ctypes.data], 0).view(SOFTMAX_PARAMETERS.dtype).copy()
     dealt = np.full(4, -1, np.int32)
     block["stages"], block["states"] = stages, dealt.ctypes.data
-    item, (rows, held) = accumulator(x.dtype), SHAPES[x.dtype.itemsize]
+    item, (rows, held) = accumulator(x.dtype), SHAPES[x.dtype.name]
     types = f"{C_TYPES[x.dtype.name]}, cuflash::{OPERATIONS[operation]}<{C_TYPES[item.name]}>"
     name = f"cuflash::strips<{types}, {rows}, {held}, {WARPS}, 1>"
     width, state = 32 * rows, 2 * item.itemsize
@@ -58,7 +58,7 @@ def strips(x, operation="softmax", blocks=2, stages=3, **options):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_columns(operation, order, dtype, rng):
     """Rows of -inf, of NaN, with scores that rise; more strips than blocks know of, and fewer."""
-    few, width = 16 // dtype.itemsize, 32 * SHAPES[dtype.itemsize][0]
+    few, width = 16 // dtype.itemsize, 32 * SHAPES[dtype.name][0]
     for columns in COLUMNS:
         for rows in (8, width - few, width, width + few, 9 * width + few):
             x = (4 * rng.normal(size=(columns, rows))).astype(dtype)
