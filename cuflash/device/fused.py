@@ -37,7 +37,7 @@ def matmul_bias_activation(problem: MatmulProblem, a: Any, b: Any, bias: Any, ou
     with memory.device_of(out):
         sources = [memory.aligned(x) for x in (a, b, bias)]
         target = memory.aligned(out, copy=False)
-        if takes_library(problem) and target.size:
+        if takes_library(problem, CurrentDevice().limits) and target.size:
             product = target if target.flags.c_contiguous else cupy.empty_like(target, order="C")
             cupy.matmul(*sources[:2], out=product)
             compute_epilogue(problem, product, sources[2], CurrentDevice())

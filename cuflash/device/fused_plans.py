@@ -13,6 +13,8 @@ import numpy as np
 
 from ..problem import ArraySpec, accumulator
 from ..problem_fused import ACTIVATIONS, LANES, MatmulProblem
+from .attention_plans_dmma import DMMA_CAPABILITIES
+from .attention_plans_tf32 import TF32_CAPABILITIES
 from .attention_plans_wgmma import Maps, has_map, mapped_block
 from .compiler import C_TYPES, KernelName, Launch, ParameterBlock
 from .executor import DeviceLimits
@@ -89,6 +91,34 @@ PRODUCT_TILES = (DEEP, SHALLOW, SMALL)
 SHALLOW_TERMS = 512
 
 
+class WideTile(NamedTuple):
+    """The tile of `matmul_wide`, `WideProduct` in the kernel.
+
+    Tiles of 16 rows and columns of a warp, warps down and across a block, stages under way, blocks
+    that a multiprocessor should hold, and products of a warp's rows with 8 columns at a time.
+    """
+
+    row_tiles: int
+    columns: int
+    down: int
+    across: int
+    stages: int
+    blocks: int
+    at_once: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: 128 bytes of terms of each row and column."""
+        return 128 * self.stages * (16 * self.row_tiles * self.down + self.columns * self.across)
+
+
+#: By dtype.
+WIDE_TILES = {
+    "float32": WideTile(4, 32, 2, 4, 3, 1, 2),
+    "float64": WideTile(4, 32, 2, 4, 3, 1, 1),
+}
+
+
 def product_tile(problem: MatmulProblem, limits: DeviceLimits) -> ProductTile:
     """Return the tile for the depth of a product, or the smallest one for few tiles."""
     m, k, n = problem.sizes
@@ -130,11 +160,28 @@ def _wgmma(dtype: np.dtype, terms_in_rows: bool, tile: ProductTile) -> _Kernel:
     return _Kernel("wgmma", name, tile.rows, tile.columns, tile.threads, tile.shared_bytes)
 
 
+def _wide(dtype: np.dtype, terms_in_rows: bool) -> _Kernel:
+    tile, name = WIDE_TILES[dtype.name], C_TYPES[dtype.name]
+    shape = ", ".join([name, *map(str, tile), str(terms_in_rows).lower()])
+    return _Kernel(
+        "tf32" if dtype.itemsize == 4 else "dmma",
+        KernelName(
+            "fused/matmul_wide.cu",
+            f"cuflash::matmul_wide<{name}, cuflash::WideProduct<{shape}>>",
+        ),
+        16 * tile.row_tiles * tile.down,
+        tile.columns * tile.across,
+        32 * tile.down * tile.across,
+        tile.shared_bytes,
+    )
+
+
 def matmul_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     """Yield every kernel that a plan for operands of this dtype can launch."""
     yield _simt(dtype).name
     if dtype.itemsize > 2:
         yield from (_epilogue(dtype, packed) for packed in (False, True))
+        yield from (_wide(dtype, terms_in_rows).name for terms_in_rows in (False, True))
     if dtype.itemsize == 2:
         for terms_in_rows in (False, True):
             yield _mma(dtype, terms_in_rows).name
@@ -152,17 +199,17 @@ EPILOGUE_PARAMETERS = ParameterBlock(
     },
 )
 _EPILOGUE_THREADS, _EPILOGUE_BLOCKS = 256, 8
-#: Terms from which on cuBLAS, whose float32 is twice as fast as `matmul_simt` and whose float64, on
-#: tensor cores, five times, gains more than a second kernel's two trips cost: 47 and 26 by these
-#: figures of an H200.
+#: Terms up to which float32 and float64 have kernels that tell their products' epilogue
 LIBRARY_TERMS = 64
 
 
-def takes_library(problem: MatmulProblem) -> bool:
+def takes_library(problem: MatmulProblem, limits: DeviceLimits) -> bool:
     """Tell whether a product is left to cuBLAS, and its epilogue to a kernel of its own."""
+    if problem.dtype.itemsize == 2 or tensor_cores(problem, limits):
+        return False
     if problem.dtype == np.float32 and os.environ.get("CUPY_TF32", "0") != "0":
         return False  # CuPy would round the operands to TF32
-    return problem.dtype.itemsize > 2 and problem.a.shape[-1] >= LIBRARY_TERMS
+    return problem.a.shape[-1] >= LIBRARY_TERMS
 
 
 def _epilogue(dtype: np.dtype, packed: bool) -> KernelName:
@@ -188,13 +235,15 @@ def plan_epilogue(
 
 
 def tensor_cores(problem: MatmulProblem, limits: DeviceLimits) -> bool:
-    """Tell whether 16-bit tensor cores compute a problem, if they can read its operands."""
-    return (
-        problem.dtype.itemsize == 2
-        and int(limits.compute_capability) >= 80
-        and problem.a.shape[-1] > 0
-        and max(problem.sizes) < 2**31
-    )
+    """Tell whether tensor cores compute a problem, if they can read its operands."""
+    k = problem.a.shape[-1]
+    if problem.dtype.itemsize == 2:
+        capable = int(limits.compute_capability) >= 80
+    elif problem.dtype == np.float32:
+        capable = limits.compute_capability in TF32_CAPABILITIES
+    else:
+        capable = limits.compute_capability in DMMA_CAPABILITIES
+    return capable and k > 0 and max(problem.sizes) < 2**31
 
 
 def terms_in_rows(b: ArraySpec) -> bool:
@@ -265,10 +314,11 @@ def plan_matmul(
     specs = (problem.a, problem.b, out, None)
     mapped = False
     if tensor_cores(problem, limits):
-        mapped = limits.compute_capability == "90" and aligned and has_map(out)
+        narrow = problem.dtype.itemsize == 2
+        mapped = narrow and limits.compute_capability == "90" and aligned and has_map(out)
         whole = BatchPlan.of(problem.batch_shape, specs, limits.blocks)
         mapped = mapped and len(whole.sizes) <= AXES - 2 and not whole.outer_sizes
-        kernel = _mma(problem.dtype, in_rows)
+        kernel = (_mma if narrow else _wide)(problem.dtype, in_rows)
         if mapped:
             tile = product_tile(problem, limits)
             kernel = _wgmma(problem.dtype, in_rows, tile)

@@ -162,6 +162,23 @@ struct MatrixProduct<double> {
                 : "d"(a[part]), "d"(b[part / 2]));
 #endif
     }
+
+    // The same of half the depth.
+    static __device__ __forceinline__ void add(double (&c)[4], const double (&a)[4],
+                                               const double (&b)[2]) {
+#if __CUDA_ARCH__ >= 900
+        asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
+            : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+#else
+#pragma unroll
+        for (int part = 0; part < 4; ++part)
+            asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                : "+d"(c[part % 2 * 2]), "+d"(c[part % 2 * 2 + 1])
+                : "d"(a[part]), "d"(b[part / 2]));
+#endif
+    }
 };
 
 // The same by products of a quarter of the depth, of which a warp alone issues more in a time.

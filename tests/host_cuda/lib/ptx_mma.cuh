@@ -170,31 +170,34 @@ struct MatrixProduct<float> {
     }
 };
 
+// Products are added one by one, whatever the depth of an instruction.
 template <>
 struct MatrixProduct<double> {
-    static void add(double (&c)[4], const double (&a)[8], const double (&b)[4]) {
+    // a of kQuarters x 4 terms of 16 rows, b of as many of 8 columns.
+    template <int kParts, int kQuarters>
+    static void add(double (&c)[4], const double (&a)[kParts], const double (&b)[kQuarters]) {
+        static_assert(kParts == 2 * kQuarters, "rows g and g + 8");
         const unsigned lane = cuda_on_host::lane();
-        double rows[2][16], columns[2][16];
+        double rows[2][4 * kQuarters], columns[2][4 * kQuarters];
         auto exchange = [](double x) {
             return cuda_on_host::exchange(kFullWarp, bits_as<unsigned long long>(x), __LINE__);
         };
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < kParts; ++i) {
             const auto* all = exchange(a[i]);
             for (int t = 0; t < 4; ++t)
                 rows[i % 2][i / 2 * 4 + t] = bits_as<double>(all[lane / 4 * 4 + t]);
         }
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < kQuarters; ++i) {
             const auto* all = exchange(b[i]);
             for (int n = 0; n < 2; ++n)
                 for (int t = 0; t < 4; ++t)
                     columns[n][4 * i + t] = bits_as<double>(all[(lane % 4 * 2 + n) * 4 + t]);
         }
         for (int i = 0; i < 4; ++i)
-            for (int k = 0; k < 16; ++k)
+            for (int k = 0; k < 4 * kQuarters; ++k)
                 c[i] = __builtin_fma(rows[i / 2][k], columns[i % 2][k], c[i]);
     }
 };
-// Products are added one by one, whatever the depth of an instruction.
 inline void add_by_quarters(double (&c)[4], const double (&a)[8], const double (&b)[4]) {
     MatrixProduct<double>::add(c, a, b);
 }
