@@ -100,11 +100,13 @@ struct WideFragments<double> {
 
 // A result by itself, in float32: the parts of infinite operands, and of large ones, have no sum.
 template <typename T>
-__device__ __noinline__ T lone_product(const T* a, int64 a_step, const T* b, int64 b_step,
+__device__ __forceinline__ T lone_product(const T* a, int64 a_step, const T* b, int64 b_step,
                                        int64 depth) {
     T dot = 0;
+#pragma unroll 1
     for (int64 start = 0; start < depth && dot == dot; start += 16) {
         T block = 0;
+#pragma unroll 1
         for (int64 k = start; k < min(start + 16, depth); ++k)
             block = multiply_add(a[k * a_step], b[k * b_step], block);
         dot += block;
@@ -142,15 +144,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
         right_copies(right, b, kTermsInRows ? first_column : 0);
     if (!kTermsInRows) right_copies.source += first_column;
 
-    const int64 steps = (p.depth + kDepth - 1) / kDepth;
+    const int steps = int((p.depth + kDepth - 1) / kDepth);
     const bool whole = rows == Shape::kTileRows && columns == Shape::kTileColumns;
-    // Starts to copy the tiles of one step, if there is one, as a group.
-    auto fetch = [&](int64 step) {
-        if (step < steps) {
-            const int stage = int(step % kStages);
-            const int depth = int(min(p.depth - step * kDepth, int64(kDepth)));
-            const int left_shift = stage * Shape::kLeftBytes;
-            const int right_shift = stage * Shape::kRightBytes;
+    auto next_of = [](int stage) { return stage + 1 < kStages ? stage + 1 : 0; };
+    // Starts to copy the tiles of the next step, if there is one, as a group.
+    int left_to_fetch = int(p.depth), stage_to_fill = 0;
+    auto fetch = [&] {
+        if (left_to_fetch > 0) {
+            const int depth = min(left_to_fetch, kDepth);
+            const int left_shift = stage_to_fill * Shape::kLeftBytes;
+            const int right_shift = stage_to_fill * Shape::kRightBytes;
             if (whole && depth == kDepth) {
                 left_copies.start(left_shift, a.row_stride);
                 right_copies.start(right_shift, b.row_stride);
@@ -163,6 +166,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
             }
             left_copies.source += kDepth;
             right_copies.source += kTermsInRows ? kDepth : kDepth * b.row_stride;
+            left_to_fetch -= kDepth;
+            stage_to_fill = next_of(stage_to_fill);
         }
         commit_copies();
     };
@@ -179,13 +184,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 
     T sum[kRowTiles][Shape::kColumnTiles][4] = {};
 #pragma unroll 1
-    for (int step = 0; step < kStages - 1; ++step) fetch(step);
+    for (int step = 0; step < kStages - 1; ++step) fetch();
+    int stage = 0;
 #pragma unroll 1
-    for (int64 step = 0; step < steps; ++step) {
+    for (int step = 0; step < steps; ++step, stage = next_of(stage)) {
         wait_for_copies<kStages - 2>();
         __syncthreads();  // all have read what the next tiles replace
-        fetch(step + kStages - 1);
-        const int stage = int(step % kStages);
+        fetch();
         const unsigned char* const left_here = own_left + stage * Shape::kLeftBytes;
         const unsigned char* const right_here = own_right + stage * Shape::kRightBytes;
 #pragma unroll
@@ -228,6 +233,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     };
     if constexpr (sizeof(T) == 4) {
         static_assert(4 * kRowTiles * Shape::kColumnTiles <= 64, "a bit for each");
+        // Asked for again: over the loop they would cost registers.
+        const auto every_a = Matrix<const T>::of(p.a, p.batch, index);
+        const auto every_b = Matrix<const T>::of(p.b, p.batch, index);
         unsigned long long left_out = 0;
 #pragma unroll
         for (int n = 0; n < 4 * kRowTiles * Shape::kColumnTiles; ++n)
@@ -240,10 +248,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
             const int row = row_of(own / 4 / Shape::kColumnTiles * 2 + own % 4 / 2);
             const int column = column_of(j / kChunk, own % 2) + j % kChunk;
             if (row >= rows || column >= columns) continue;
-            const T* const terms = kTermsInRows ? &b.at(first_column + column, 0)
-                                                : &b.at(0, first_column + column);
-            const T dot = lone_product(&a.at(first_row + row, 0), a.column_stride, terms,
-                                       kTermsInRows ? b.column_stride : b.row_stride, p.depth);
+            const T dot = lone_product(&every_a.at(first_row + row, 0), every_a.column_stride,
+                                       &every_b.at(0, first_column + column), every_b.row_stride,
+                                       p.depth);
 #pragma unroll
             for (int n = 0; n < 4 * kRowTiles * Shape::kColumnTiles; ++n)
                 if (n == own)
