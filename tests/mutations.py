@@ -31,6 +31,7 @@ STATE = "kernels/lib/online_softmax.cuh"
 HOST_FUSED, PHILOX = "cuflash/host/fused.py", "kernels/lib/philox.cuh"
 NORM, NORM_ROWS = "kernels/fused/layer_norm.cu", "kernels/fused/rows.cuh"
 NORM_VJP = "kernels/fused/layer_norm_backward.cu"
+MATMUL_WIDE = "kernels/fused/matmul_wide.cu"
 MATMUL_MMA, MATMUL_SIMT = "kernels/fused/matmul_mma.cu", "kernels/fused/matmul_simt.cu"
 SCORES_MMA = "kernels/baselines/scores_mma.cu"
 
@@ -536,6 +537,27 @@ MUTATIONS = [
         "min(rows - warp_row, Shape::kWarpRows)",
         "rows - warp_row",
         "tests/host_cuda/test_baselines.py::test_columns_that_are_no_chunks",
+    ),
+    Mutation(
+        "wide product kernel: operands read before they arrive",
+        MATMUL_WIDE,
+        "wait_for_copies<kStages - 2>();",
+        "wait_for_copies<kStages - 1>();",
+        f"{CUDA_CHAINS}::test_matmul_of_several_tiles",
+    ),
+    Mutation(
+        "wide product kernel: infinite results as their parts give them",
+        MATMUL_WIDE,
+        "left_out |= 1ull << n;",
+        "left_out |= 0ull << n;",
+        f"{CUDA_CHAINS}::test_matmul[mma-of_extremes]",
+    ),
+    Mutation(
+        "wide product kernel: the small parts of a left out",
+        MATMUL_WIDE,
+        "a[e / 2].set(e % 2 * 2 + i, x.element[e]);",
+        "{ a[e / 2].set(e % 2 * 2 + i, x.element[e]); a[e / 2].small[e % 2 * 2 + i] = 0; }",
+        f"{CUDA_CHAINS}::test_matmul_of_several_tiles",
     ),
     Mutation(
         "plain product kernel: bias of the tile's first column",

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from ml_dtypes import finfo
 from numpy.typing import NDArray
 
 from cuflash import reference
@@ -156,9 +157,34 @@ def matmul_rows_are_independent(call: Call, case: MatmulCase) -> None:
     np.testing.assert_array_equal(out[rest], clean[rest])
 
 
+def matmul_of_extremes(call: Call, case: MatmulCase) -> None:
+    """Infinite terms add up as IEEE has it, and the largest number is one like others."""
+    a, b, bias = (x.copy() for x in case.operands())
+    if not all(x.size for x in (a, b, bias)):
+        return
+    rng = np.random.default_rng(case.seed + 1)
+    row, term, column = (rng.integers(size) for size in case.sizes)
+    largest = row - 1  # another row, if there is one
+    a[..., largest, :] = 0
+    a[..., largest, term] = finfo(a.dtype).max
+    a[..., row, term] = np.inf
+    b[..., term, :] /= 64
+    b[..., term, column] = 0
+    with np.errstate(invalid="ignore"):
+        value = reference.matmul_bias_activation(a, b, bias, activation=None)
+        out = call(a, b, bias, activation=None).astype(np.float64)
+    finite = np.isfinite(value)
+    np.testing.assert_array_equal(out[~finite], value[~finite])
+    assert np.isfinite(out[finite]).all()
+    if case.sizes[0] > 1:
+        tolerance = 8 * UNIT_ROUNDOFF[case.dtype]
+        np.testing.assert_allclose(out[..., largest, :], value[..., largest, :], rtol=tolerance)
+
+
 MATMUL_PROPERTIES: Mapping[str, Callable[[Call, MatmulCase], None]] = {
     "matches_oracle": matmul_matches_oracle,
     "rows_are_independent": matmul_rows_are_independent,
+    "of_extremes": matmul_of_extremes,
 }
 
 

@@ -46,7 +46,7 @@ def compiled():
     warm(
         name
         for name in names
-        if ("_mma<" not in name.expression or capability >= 80)
+        if (not any(x in name.expression for x in ("_mma<", "_wide<")) or capability >= 80)
         and ("_wgmma<" not in name.expression or capability == 90)
     )
 
@@ -82,7 +82,11 @@ def skip_unless_capable(family):
 @pytest.mark.parametrize("law", MATMUL_PROPERTIES)
 def test_matmul(law, family):
     skip_unless_capable(family)
-    dtypes = ("float16", "bfloat16") if family != "simt" else ("float64", "float32", "bfloat16")
+    dtypes = {
+        "simt": ("float64", "float32", "bfloat16"),
+        "mma": ("float64", "float32", "float16", "bfloat16"),
+        "wgmma": ("float16", "bfloat16"),
+    }[family]
 
     @settings(max_examples=15)
     @given(case=matmul_cases(dtypes=dtypes, largest=140))
@@ -118,7 +122,8 @@ def test_no_product_of_less_than_float32_is_taken(dtype, tf32, taken, monkeypatc
     monkeypatch.setenv("CUPY_TF32", tf32)
     shapes = {"a": (4, 64), "b": (64, 8), "bias": (8,)}
     arrays = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
-    assert fused_plans.takes_library(MatmulProblem.of(arrays, None)) is taken
+    limits = replace(device_limits(0), compute_capability="86")
+    assert fused_plans.takes_library(MatmulProblem.of(arrays, None), limits) is taken
 
 
 @pytest.mark.parametrize("law", LAYER_NORM_PROPERTIES)

@@ -61,13 +61,22 @@ def test_matmul(law, limits):
 
 @pytest.mark.parametrize("sizes", [(130, 40, 129), (257, 136, 8), (1, 100, 264)])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "limits", "kernel"),
+    [
+        ("float16", AMPERE, "matmul_mma"),
+        ("bfloat16", AMPERE, "matmul_mma"),
+        ("float32", AMPERE, "matmul_wide"),
+        ("float32", TURING, "matmul_simt"),
+        ("float64", AMPERE, "matmul_wide"),
+    ],
+    ids=["float16", "bfloat16", "float32", "float32-simt", "float64"],
+)
 @pytest.mark.parametrize("order", builder.HostKernel.ORDERS)
-def test_matmul_of_several_tiles(sizes, layout, dtype, order, monkeypatch):
-    executor = use(monkeypatch, limits=AMPERE, order=order)
+def test_matmul_of_several_tiles(sizes, layout, dtype, limits, kernel, order, monkeypatch):
+    executor = use(monkeypatch, limits=limits, order=order)
     case = MatmulCase(dtype, ((2,), ()), sizes, ("contiguous", layout, "steps"), "relu", 1)
     matmul_matches_oracle(fused.matmul_bias_activation, case)
-    kernel = "matmul_simt" if dtype == "float32" else "matmul_mma"
     assert {kernel in launch.kernel.expression for launch in executor.launched} == {True}
 
 

@@ -6,6 +6,7 @@ architectures. With CUFLASH_COMPILE_ALL=1 it is every variant for every architec
 
 import itertools
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -57,7 +58,7 @@ def programs():
             for source, expression in kernels(dtype):
                 if "wgmma" in expression and architecture != "sm_90a":
                     continue
-                if "_mma<" in expression and architecture == "sm_75":
+                if re.search("_(mma|wide)<", expression) and architecture == "sm_75":
                     continue
                 covers = expression.removeprefix("cuflash::") in COVERING
                 # float16 differs from bfloat16 by its conversions and by names of instructions.
