@@ -107,16 +107,31 @@ class WideTile(NamedTuple):
     at_once: int
 
     @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: 128 bytes of terms of each row and column."""
-        return 128 * self.stages * (16 * self.row_tiles * self.down + self.columns * self.across)
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 16 * self.row_tiles * self.down
+
+    @property
+    def all_columns(self) -> int:
+        """Columns of a tile."""
+        return self.columns * self.across
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.down * self.across
+
+    def shared_bytes(self, dtype: np.dtype, k: int) -> int:
+        """Dynamic shared memory of a block: 128 bytes of terms of each row and column, and sums."""
+        operands = 128 * self.stages * (self.rows + self.all_columns)
+        kept = dtype == np.float32 and k > WIDE_SUM_TERMS
+        return operands + (4 * self.rows * self.all_columns if kept else 0)
 
 
-#: By dtype.
-WIDE_TILES = {
-    "float32": WideTile(4, 32, 2, 4, 3, 1, 2),
-    "float64": WideTile(4, 32, 2, 4, 3, 1, 1),
-}
+#: Terms after which sums of float32 are added to others, as in the kernel.
+WIDE_SUM_TERMS = 1024
+#: Two blocks of 4 warps, of 64 x 32 results each: one computes while the other waits or stores.
+WIDE_TILE = WideTile(4, 32, 2, 2, 3, 2, 2)
 
 
 def product_tile(problem: MatmulProblem, limits: DeviceLimits) -> ProductTile:
@@ -160,19 +175,19 @@ def _wgmma(dtype: np.dtype, terms_in_rows: bool, tile: ProductTile) -> _Kernel:
     return _Kernel("wgmma", name, tile.rows, tile.columns, tile.threads, tile.shared_bytes)
 
 
-def _wide(dtype: np.dtype, terms_in_rows: bool) -> _Kernel:
-    tile, name = WIDE_TILES[dtype.name], C_TYPES[dtype.name]
+def _wide(dtype: np.dtype, terms_in_rows: bool, k: int) -> _Kernel:
+    tile, name = WIDE_TILE, C_TYPES[dtype.name]
     shape = ", ".join([name, *map(str, tile), str(terms_in_rows).lower()])
     return _Kernel(
-        "tf32" if dtype.itemsize == 4 else "dmma",
+        "mma",
         KernelName(
             "fused/matmul_wide.cu",
             f"cuflash::matmul_wide<{name}, cuflash::WideProduct<{shape}>>",
         ),
-        16 * tile.row_tiles * tile.down,
-        tile.columns * tile.across,
-        32 * tile.down * tile.across,
-        tile.shared_bytes,
+        tile.rows,
+        tile.all_columns,
+        tile.threads,
+        tile.shared_bytes(dtype, k),
     )
 
 
@@ -181,7 +196,7 @@ def matmul_kernels(dtype: np.dtype) -> Iterator[KernelName]:
     yield _simt(dtype).name
     if dtype.itemsize > 2:
         yield from (_epilogue(dtype, packed) for packed in (False, True))
-        yield from (_wide(dtype, terms_in_rows).name for terms_in_rows in (False, True))
+        yield from (_wide(dtype, terms_in_rows, 1).name for terms_in_rows in (False, True))
     if dtype.itemsize == 2:
         for terms_in_rows in (False, True):
             yield _mma(dtype, terms_in_rows).name
@@ -199,17 +214,26 @@ EPILOGUE_PARAMETERS = ParameterBlock(
     },
 )
 _EPILOGUE_THREADS, _EPILOGUE_BLOCKS = 256, 8
-#: Terms up to which float32 and float64 have kernels that tell their products' epilogue
-LIBRARY_TERMS = 64
+#: Terms from which on cuBLAS, with a second kernel's two trips over the results, is faster than
+#: the kernels here, by measurements on an H200: than `matmul_simt` (half as fast in float32, and a
+#: fifth in float64, which cuBLAS computes on tensor cores), and than `matmul_wide`, which is always
+#: faster in float32 where its tiles fill the device.
+LIBRARY_TERMS, WIDE_LIBRARY_TERMS = 64, {"float32": math.inf, "float64": 768}
 
 
 def takes_library(problem: MatmulProblem, limits: DeviceLimits) -> bool:
     """Tell whether a product is left to cuBLAS, and its epilogue to a kernel of its own."""
-    if problem.dtype.itemsize == 2 or tensor_cores(problem, limits):
+    if problem.dtype.itemsize == 2:
         return False
     if problem.dtype == np.float32 and os.environ.get("CUPY_TF32", "0") != "0":
         return False  # CuPy would round the operands to TF32
-    return problem.a.shape[-1] >= LIBRARY_TERMS
+    m, k, n = problem.sizes
+    tiles = -(-m // WIDE_TILE.rows) * -(-n // WIDE_TILE.all_columns)
+    few = tiles * math.prod(problem.batch_shape) < limits.multiprocessors // 2
+    most = WIDE_LIBRARY_TERMS[problem.dtype.name]
+    if tensor_cores(problem, limits) and not few:
+        return k >= most
+    return k >= LIBRARY_TERMS
 
 
 def _epilogue(dtype: np.dtype, packed: bool) -> KernelName:
@@ -318,7 +342,7 @@ def plan_matmul(
         mapped = narrow and limits.compute_capability == "90" and aligned and has_map(out)
         whole = BatchPlan.of(problem.batch_shape, specs, limits.blocks)
         mapped = mapped and len(whole.sizes) <= AXES - 2 and not whole.outer_sizes
-        kernel = (_mma if narrow else _wide)(problem.dtype, in_rows)
+        kernel = _mma(problem.dtype, in_rows) if narrow else _wide(problem.dtype, in_rows, k)
         if mapped:
             tile = product_tile(problem, limits)
             kernel = _wgmma(problem.dtype, in_rows, tile)

@@ -12,8 +12,8 @@
 
 namespace cuflash {
 
-// Rows that are read along themselves: lane (g, t) takes chunk t, or t + 4, of row g * kApart. Two
-// rows at a time share the banks: the halves of every other one are exchanged.
+// Rows that are read along themselves: lane (g, t) takes chunk t, or t + 4, of row g. Two rows at a
+// time, kApart from each other, share the banks: the halves of every other one are exchanged.
 template <typename T, int kColumns_, int kApart = 1>
 struct FeatureChunks {
     static constexpr int kColumns = kColumns_, kChunks = kColumns / kVector<T>;
@@ -26,14 +26,14 @@ struct FeatureChunks {
     }
 };
 
-// The same for what is read down the columns: lane (g, t) takes the kOwn rows from kOwn * t on. Rows
-// kOwn apart are permuted by two chunks, so that four of them share the banks.
-template <typename T, int kColumns_, int kOwn = 2>
+// The same for what is read down the columns: of 8 rows, lane (g, t) takes 2t and 2t + 1. Rows 2
+// apart are permuted by two chunks, so that four of them share the banks.
+template <typename T, int kColumns_>
 struct ValueChunks {
     static constexpr int kColumns = kColumns_, kChunks = kColumns / kVector<T>;
     static constexpr int kPitch = int(sizeof(T)) * kColumns;
 
-    static __device__ __forceinline__ constexpr int swap(int row) { return row / kOwn % 4 * 32; }
+    static __device__ __forceinline__ constexpr int swap(int row) { return row / 2 % 4 * 32; }
     static __device__ __forceinline__ int at(int row, int chunk) {
         return row * kPitch + (chunk * 16 ^ swap(row));
     }

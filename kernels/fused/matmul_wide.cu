@@ -1,4 +1,5 @@
-// out = activation(a @ b + bias) in float32 and float64 on tensor cores (sm_80): mma.sync, cp.async.
+// out = activation(a @ b + bias) in float32 and float64 on tensor cores (sm_80): mma.sync,
+// cp.async.
 //
 // float32 is three products of TF32 parts, whose sums are cut off and therefore short: see
 // attention/tf32_tile.cuh. Those of float64 round as FMA does.
@@ -6,13 +7,14 @@
 // A block owns kTileRows x kTileColumns results and walks over the contracted axis 128 bytes at a
 // time; kStages tiles of each operand are under way. Rows of a hold the terms, and so do rows of b
 // (kTermsInRows) or its columns; all begin at multiples of 16 bytes. Terms and columns come in the
-// order in which lanes read 16 bytes: of four such chunks of terms lane (g, t) takes chunk t, and of
-// eight chunks of columns chunk g, a column for each of kVector products. Of these, its sums are
-// those of 2 kVector neighbours, which leave from registers.
+// order in which lanes read 16 bytes: of four such chunks of terms lane (g, t) takes chunk t, and
+// of eight chunks of columns chunk g / 2 + g % 2 * 4, a column for each of kVector products. Of
+// these, its sums are those of chunks t and t + 4, which leave from registers, neighbours side by
+// side.
 //
 // a (rows, depth), b (depth, columns), bias (columns,) -> out (rows, columns)
-// Grid: a block for each tile (MatmulTile) of each entry. Dynamic shared memory: kStages tiles of a,
-// then kStages of b.
+// Grid: a block for each tile (MatmulTile) of each entry. Dynamic shared memory: kStages tiles of
+// a, then kStages of b; sums of float32 where there are more than kSumTerms terms.
 #include "attention/chunk_tile.cuh"
 #include "attention/tf32_tile.cuh"
 #include "fused/matmul.cuh"
@@ -20,11 +22,22 @@
 
 namespace cuflash {
 
-// The columns of b as rows of terms, or its rows.
+// The columns of b as rows of terms, or its rows: there, of four chunks that lanes t read in rows
+// kVector apart, each takes its own place.
 template <typename T, int kDepth, int kColumns, bool kTermsInRows>
-struct RightChunks : FeatureChunks<T, kDepth, kVector<T>> {};
-template <typename T, int kDepth, int kColumns>
-struct RightChunks<T, kDepth, kColumns, false> : ValueChunks<T, kColumns, kVector<T>> {};
+struct RightChunks : FeatureChunks<T, kDepth, 4 * kVector<T>> {};
+template <typename T, int kDepth, int kColumns_>
+struct RightChunks<T, kDepth, kColumns_, false> {
+    static constexpr int kColumns = kColumns_, kChunks = kColumns / kVector<T>;
+    static constexpr int kPitch = int(sizeof(T)) * kColumns;
+
+    static __device__ __forceinline__ constexpr int swap(int row) {
+        return row / kVector<T> % 4 * 16;
+    }
+    static __device__ __forceinline__ int at(int row, int chunk) {
+        return row * kPitch + (chunk * 16 ^ swap(row));
+    }
+};
 
 // 16-row tiles and columns of a warp, warps down and across a block, stages, blocks that a
 // multiprocessor should hold. `device/fused_plans.py` says which there are, and why.
@@ -39,20 +52,23 @@ struct WideProduct {
     static constexpr int kTileRows = kWarpRows * kWarpsDown;
     static constexpr int kTileColumns = kWarpColumns * kWarpsAcross;
     static constexpr int kStages = kStages_, kDepth = 128 / int(sizeof(T));
-    static constexpr int kColumnTiles = kWarpColumns / 8;            // 8 columns each
-    static constexpr int kGroups = kColumnTiles / kVector<T>;        // 8 chunks of columns each
+    static constexpr int kColumnTiles = kWarpColumns / 8;      // 8 columns each
+    static constexpr int kGroups = kColumnTiles / kVector<T>;  // 8 chunks of columns each
     using Left = FeatureChunks<T, kDepth>;
     using Right = RightChunks<T, kDepth, kTileColumns, kTermsInRows>;
     static constexpr int kLeftBytes = kTileRows * 128, kRightBytes = kTileColumns * 128;
 };
 constexpr unsigned kWideBand = 16;
 
-// What products take of half a slice: of rows of a, i and i + 8 of 16, and of a column of b.
+// What products take of half a slice: of rows of a, i and i + 8 of 16, and of a column of b. The
+// error of terms that are alike grows like the number of additions to a sum: after kSumTerms terms,
+// unless 0, sums are added to others.
 template <typename T>
 struct WideFragments;
 
 template <>
 struct WideFragments<float> {
+    static constexpr int kSumTerms = 1024;
     using Left = Tf32Parts<4>[2];
     using Right = Tf32Parts<2>[2];
 
@@ -79,6 +95,7 @@ struct WideFragments<float> {
 
 template <>
 struct WideFragments<double> {
+    static constexpr int kSumTerms = 0;
     using Left = double[4];
     using Right = double[2];
 
@@ -101,7 +118,7 @@ struct WideFragments<double> {
 // A result by itself, in float32: the parts of infinite operands, and of large ones, have no sum.
 template <typename T>
 __device__ __forceinline__ T lone_product(const T* a, int64 a_step, const T* b, int64 b_step,
-                                       int64 depth) {
+                                          int64 depth) {
     T dot = 0;
 #pragma unroll 1
     for (int64 start = 0; start < depth && dot == dot; start += 16) {
@@ -175,26 +192,45 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
     const int warp_row = warp / Shape::kWarpsAcross * Shape::kWarpRows;
     const int warp_column = warp % Shape::kWarpsAcross * Shape::kWarpColumns;
+    const int own_chunk = g / 2 + g % 2 * 4;
     // Where a lane's chunks begin, and how far from there those of the other half of a row are.
     const unsigned char* const own_left = left + Shape::Left::at(warp_row + g, t);
     const unsigned char* const own_right =
-        right + (kTermsInRows ? RightLayout::at(warp_column + kChunk * g, t)
-                              : RightLayout::at(kChunk * t, warp_column / kChunk + g));
-    const int other = g % 2 ? -64 : 64;
+        right + (kTermsInRows ? RightLayout::at(warp_column + kChunk * own_chunk, t)
+                              : RightLayout::at(kChunk * t, warp_column / kChunk + own_chunk));
+    const int other = g % 2 ? -64 : 64;  // in a's rows and b's
 
     T sum[kRowTiles][Shape::kColumnTiles][4] = {};
 #pragma unroll 1
     for (int step = 0; step < kStages - 1; ++step) fetch();
+    constexpr int kSumSteps = Fragments::kSumTerms / kDepth;
+    auto visit_sums = [&](auto visit) {
+        T* const own =
+            reinterpret_cast<T*>(memory + kStages * (Shape::kLeftBytes + Shape::kRightBytes)) +
+            threadIdx.x;
+#pragma unroll
+        for (int n = 0; n < 4 * kRowTiles * Shape::kColumnTiles; ++n)
+            visit(sum[n / 4 / Shape::kColumnTiles][n / 4 % Shape::kColumnTiles][n % 4],
+                  own[n * Shape::kThreads]);
+    };
     int stage = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step, stage = next_of(stage)) {
+        if constexpr (kSumSteps > 0)
+            if (step > 0 && step % kSumSteps == 0) {
+                const bool first = step == kSumSteps;
+                visit_sums([&](T& x, T& total) {
+                    total = first ? x : total + x;
+                    x = 0;
+                });
+            }
         wait_for_copies<kStages - 2>();
         __syncthreads();  // all have read what the next tiles replace
-        fetch();
         const unsigned char* const left_here = own_left + stage * Shape::kLeftBytes;
         const unsigned char* const right_here = own_right + stage * Shape::kRightBytes;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+            if (half == 1) fetch();
             typename Fragments::Left x[kRowTiles];
 #pragma unroll
             for (int i = 0; i < 2 * kRowTiles; ++i)
@@ -207,9 +243,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
                 Vector<T> chunks[kChunk];
 #pragma unroll
                 for (int n = 0; n < kChunk; ++n)
-                    chunks[n] = chunk_at<T>(
-                        right_here + (kTermsInRows ? (8 * kChunk * group + n) * kPitch + half * other
-                                                   : (4 * kChunk * half + n) * kPitch + 128 * group));
+                    chunks[n] = chunk_at<T>(right_here +
+                                            (kTermsInRows
+                                                 ? (8 * kChunk * group + n) * kPitch + half * other
+                                                 : (4 * kChunk * half + n) * kPitch + 128 * group));
 #pragma unroll
                 for (int first = 0; first < kChunk; first += kPass) {
                     typename Fragments::Right y[kPass];
@@ -226,10 +263,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
         }
     }
 
+    if constexpr (kSumSteps > 0)
+        if (steps > kSumSteps) visit_sums([](T& x, T& total) { x += total; });
+
     const auto out = Matrix<T>::of(p.out, p.batch, index);
     auto row_of = [&](int i) { return warp_row + 8 * i + g; };
     auto column_of = [&](int group, int e) {
-        return warp_column + kChunk * (8 * group + 2 * t + e);
+        return warp_column + kChunk * (8 * group + 4 * e + t);
     };
     if constexpr (sizeof(T) == 4) {
         static_assert(4 * kRowTiles * Shape::kColumnTiles <= 64, "a bit for each");
@@ -248,9 +288,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
             const int row = row_of(own / 4 / Shape::kColumnTiles * 2 + own % 4 / 2);
             const int column = column_of(j / kChunk, own % 2) + j % kChunk;
             if (row >= rows || column >= columns) continue;
-            const T dot = lone_product(&every_a.at(first_row + row, 0), every_a.column_stride,
-                                       &every_b.at(0, first_column + column), every_b.row_stride,
-                                       p.depth);
+            const T dot =
+                lone_product(&every_a.at(first_row + row, 0), every_a.column_stride,
+                             &every_b.at(0, first_column + column), every_b.row_stride, p.depth);
 #pragma unroll
             for (int n = 0; n < 4 * kRowTiles * Shape::kColumnTiles; ++n)
                 if (n == own)
@@ -276,8 +316,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
                     Vector<T> x;
 #pragma unroll
                     for (int n = 0; n < kChunk; ++n)
-                        x.element[n] = activation(add(
-                            sum[i / 2][group * kChunk + n][i % 2 * 2 + e], shift.element[n]));
+                        x.element[n] = activation(
+                            add(sum[i / 2][group * kChunk + n][i % 2 * 2 + e], shift.element[n]));
                     const int row = row_of(i);
                     if (row >= rows) continue;
                     if (aligned && own == kChunk) {

@@ -9,11 +9,16 @@ from hypothesis import strategies as st
 
 from cuflash import engine, fused, reference
 from cuflash.device.fused import compute_epilogue
-from cuflash.device.fused_plans import EPILOGUE_PARAMETERS, MATMUL_PARAMETERS
+from cuflash.device.fused_plans import (
+    EPILOGUE_PARAMETERS,
+    MATMUL_PARAMETERS,
+    WIDE_SUM_TERMS,
+)
 from cuflash.device.layer_norm_plans import LAYER_NORM_PARAMETERS
 from cuflash.problem_fused import ACTIVATIONS, MatmulProblem
 from cuflash.testing.fused import (
     LAYER_NORM_PROPERTIES,
+    LAYOUTS,
     MATMUL_PROPERTIES,
     LayerNormCase,
     MatmulCase,
@@ -78,6 +83,13 @@ def test_matmul_of_several_tiles(sizes, layout, dtype, limits, kernel, order, mo
     case = MatmulCase(dtype, ((2,), ()), sizes, ("contiguous", layout, "steps"), "relu", 1)
     matmul_matches_oracle(fused.matmul_bias_activation, case)
     assert {kernel in launch.kernel.expression for launch in executor.launched} == {True}
+
+
+def test_matmul_of_many_terms(monkeypatch):
+    """Sums of float32 are added to others twice, and those to the last."""
+    use(monkeypatch, limits=AMPERE)
+    case = MatmulCase("float32", ((), ()), (3, 2 * WIDE_SUM_TERMS + 100, 5), LAYOUTS[:3], None, 1)
+    matmul_matches_oracle(fused.matmul_bias_activation, case)
 
 
 @pytest.mark.parametrize("limits", [TURING, AMPERE], ids=["simt", "mma"])
