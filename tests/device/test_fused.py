@@ -17,11 +17,13 @@ from cuflash.device.fused_plans import matmul_kernels
 from cuflash.device.layer_norm_plans import layer_norm_kernels
 from cuflash.problem import BFLOAT16, FLOATS
 from cuflash.problem_fused import MatmulProblem
+from cuflash.testing.bounds import assert_close
 from cuflash.testing.fused import (
     LAYER_NORM_PROPERTIES,
     MATMUL_PROPERTIES,
     LayerNormCase,
     MatmulCase,
+    expect_matmul,
     layer_norm_cases,
     layer_norm_matches_oracle,
     layer_norm_vjp_matches_oracle,
@@ -95,6 +97,16 @@ def test_matmul(law, family):
             MATMUL_PROPERTIES[law](matmul, case)
 
     holds()
+
+
+def test_sums_of_many_terms():
+    """Terms that are alike err in one direction."""
+    skip_unless_capable("mma")
+    a, b = np.full((130, 8192), 0.1, np.float32), np.full((8192, 72), 0.3, np.float32)
+    with as_if(compute_capability="80") as launched:
+        out = matmul(a, b, b[0], activation=None)
+    assert "matmul_wide<float" in launched[0]
+    assert_close("out", out, expect_matmul(a, b, b[0], None), "equal terms")
 
 
 @pytest.mark.parametrize("tile", fused_plans.PRODUCT_TILES, ids=str)
