@@ -94,8 +94,8 @@ SHALLOW_TERMS = 512
 class WideTile(NamedTuple):
     """The tile of `matmul_wide`, `WideProduct` in the kernel.
 
-    Tiles of 16 rows and columns of a warp, warps down and across a block, stages under way, blocks
-    that a multiprocessor should hold, and products of a warp's rows with 8 columns at a time.
+    Tiles of 16 rows, and columns, of a warp; warps down and across a block; stages under way;
+    blocks that a multiprocessor should hold; how many times 8 columns a warp multiplies at a time.
     """
 
     row_tiles: int
@@ -215,10 +215,12 @@ EPILOGUE_PARAMETERS = ParameterBlock(
 )
 _EPILOGUE_THREADS, _EPILOGUE_BLOCKS = 256, 8
 #: Terms from which on cuBLAS, with a second kernel's two trips over the results, is faster than
-#: the kernels here, by measurements on an H200: than `matmul_simt` (half as fast in float32, and a
-#: fifth in float64, which cuBLAS computes on tensor cores), and than `matmul_wide`, which is always
-#: faster in float32 where its tiles fill the device.
-LIBRARY_TERMS, WIDE_LIBRARY_TERMS = 64, {"float32": math.inf, "float64": 768}
+#: `matmul_simt`: half as fast in float32, and a fifth in float64, which cuBLAS computes on tensor
+#: cores.
+LIBRARY_TERMS = 64
+#: The same of `matmul_wide`, measured on an H200: in float32 it is faster at any depth, in float64,
+#: with four fifths of cuBLAS's rate, 0.96 of the pair's time at 512 terms and 1.04 at 768.
+WIDE_LIBRARY_TERMS = {"float32": math.inf, "float64": 640}
 
 
 def takes_library(problem: MatmulProblem, limits: DeviceLimits) -> bool:
@@ -228,11 +230,12 @@ def takes_library(problem: MatmulProblem, limits: DeviceLimits) -> bool:
     if problem.dtype == np.float32 and os.environ.get("CUPY_TF32", "0") != "0":
         return False  # CuPy would round the operands to TF32
     m, k, n = problem.sizes
-    tiles = -(-m // WIDE_TILE.rows) * -(-n // WIDE_TILE.all_columns)
-    few = tiles * math.prod(problem.batch_shape) < limits.multiprocessors // 2
-    most = WIDE_LIBRARY_TERMS[problem.dtype.name]
-    if tensor_cores(problem, limits) and not few:
-        return k >= most
+    if tensor_cores(problem, limits):
+        tiles = -(-m // WIDE_TILE.rows) * -(-n // WIDE_TILE.all_columns)
+        # What leaves multiprocessors without a tile cuBLAS divides further: 0.6 of the time for
+        # 64 tiles and 132 multiprocessors, 1.4 for 128.
+        if 4 * tiles * math.prod(problem.batch_shape) >= 3 * limits.multiprocessors:
+            return k >= WIDE_LIBRARY_TERMS[problem.dtype.name]
     return k >= LIBRARY_TERMS
 
 

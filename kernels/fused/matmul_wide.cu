@@ -40,7 +40,8 @@ struct RightChunks<T, kDepth, kColumns_, false> {
 };
 
 // 16-row tiles and columns of a warp, warps down and across a block, stages, blocks that a
-// multiprocessor should hold. `device/fused_plans.py` says which there are, and why.
+// multiprocessor should hold, times 8 columns that a warp multiplies at a time.
+// `device/fused_plans.py` says which there are, and why.
 template <typename T, int kRowTiles_, int kWarpColumns_, int kWarpsDown, int kWarpsAcross_,
           int kStages_, int kBlocks_, int kPass_, bool kTermsInRows_>
 struct WideProduct {
@@ -230,7 +231,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
         const unsigned char* const right_here = own_right + stage * Shape::kRightBytes;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            if (half == 1) fetch();
+            if (half == 1) fetch();  // beside products: before the first ones it costs registers
             typename Fragments::Left x[kRowTiles];
 #pragma unroll
             for (int i = 0; i < 2 * kRowTiles; ++i)

@@ -16,14 +16,11 @@ from cuflash.device.executor import device_limits
 from cuflash.device.fused_plans import matmul_kernels
 from cuflash.device.layer_norm_plans import layer_norm_kernels
 from cuflash.problem import BFLOAT16, FLOATS
-from cuflash.problem_fused import MatmulProblem
-from cuflash.testing.bounds import assert_close
 from cuflash.testing.fused import (
     LAYER_NORM_PROPERTIES,
     MATMUL_PROPERTIES,
     LayerNormCase,
     MatmulCase,
-    expect_matmul,
     layer_norm_cases,
     layer_norm_matches_oracle,
     layer_norm_vjp_matches_oracle,
@@ -89,24 +86,27 @@ def test_matmul(law, family):
         "mma": ("float64", "float32", "float16", "bfloat16"),
         "wgmma": ("float16", "bfloat16"),
     }[family]
+    # Of float32 and float64, one multiprocessor leaves nothing to cuBLAS for want of tiles.
+    changes = {"multiprocessors": 1} if family == "mma" else {}
 
     @settings(max_examples=15)
     @given(case=matmul_cases(dtypes=dtypes, largest=140))
     def holds(case):
-        with as_if(compute_capability=FAMILIES[family]):
+        with as_if(compute_capability=FAMILIES[family], **changes):
             MATMUL_PROPERTIES[law](matmul, case)
 
     holds()
 
 
 def test_sums_of_many_terms():
-    """Terms that are alike err in one direction."""
+    """Terms that are alike err in one direction: 460 units, added one by one 16 at a time."""
     skip_unless_capable("mma")
     a, b = np.full((3, 2**16), 0.1, np.float32), np.full((2**16, 5), 0.3, np.float32)
-    with as_if(compute_capability="80") as launched:
-        out = matmul(a, b, b[0], activation=None)
+    with as_if(compute_capability="80", multiprocessors=1) as launched:
+        out = matmul(a, b, np.zeros(5, np.float32), activation=None)
     assert "matmul_wide<float" in launched[0]
-    assert_close("out", out, expect_matmul(a, b, b[0], None), "equal terms")
+    value = 2**16 * np.float64(a[0, 0]) * np.float64(b[0, 0])
+    np.testing.assert_allclose(out, value, rtol=32 * 2**-24)
 
 
 @pytest.mark.parametrize("tile", fused_plans.PRODUCT_TILES, ids=str)
@@ -123,19 +123,6 @@ def test_each_tile_of_hopper(tile, layout, sizes, monkeypatch):
         matmul_matches_oracle(matmul, case)
     fused_plans.plan_matmul.cache_clear()
     assert all(f"WgmmaProduct<{tile.groups}, {tile.columns}," in name for name in launched)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tf32", "taken"),
-    [("float32", "0", True), ("float32", "1", False), ("float64", "1", True)],
-)
-def test_no_product_of_less_than_float32_is_taken(dtype, tf32, taken, monkeypatch):
-    """With CUPY_TF32=1 CuPy's float32 product rounds its operands to TF32."""
-    monkeypatch.setenv("CUPY_TF32", tf32)
-    shapes = {"a": (4, 64), "b": (64, 8), "bias": (8,)}
-    arrays = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
-    limits = replace(device_limits(0), compute_capability="86")
-    assert fused_plans.takes_library(MatmulProblem.of(arrays, None), limits) is taken
 
 
 @pytest.mark.parametrize("law", LAYER_NORM_PROPERTIES)

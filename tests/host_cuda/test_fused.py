@@ -13,6 +13,7 @@ from cuflash.device.fused_plans import (
     EPILOGUE_PARAMETERS,
     MATMUL_PARAMETERS,
     WIDE_SUM_TERMS,
+    takes_library,
 )
 from cuflash.device.layer_norm_plans import LAYER_NORM_PARAMETERS
 from cuflash.problem_fused import ACTIVATIONS, MatmulProblem
@@ -101,6 +102,33 @@ def test_matmul_of_operands_that_broadcast(limits, monkeypatch, rng):
     out = fused.matmul_bias_activation(a, b, np.broadcast_to(b[0, 0, 0], (40,)), activation=None)
     expected = a.astype(np.float64) @ b.astype(np.float64) + float(b[0, 0, 0])
     np.testing.assert_allclose(out, expected, rtol=2e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batch", "sizes", "limits", "taken"),
+    [
+        ("float32", (), (4096, 4096, 4096), devices.H200, False),
+        ("float32", (), (4096, 1, 4096), devices.H200, False),
+        ("float32", (), (1, 4096, 4096), devices.H200, True),
+        ("float32", (9,), (100, 4096, 1000), devices.H200, False),
+        ("float32", (), (4096, 63, 4096), TURING, False),
+        ("float32", (), (4096, 64, 4096), TURING, True),
+        ("float64", (), (4096, 512, 4096), devices.H200, False),
+        ("float64", (), (4096, 768, 4096), devices.H200, True),
+        ("float64", (), (64, 512, 64), devices.H200, True),
+        ("float16", (), (1, 4096, 64), devices.H200, False),
+    ],
+)
+def test_what_is_left_to_a_library(dtype, batch, sizes, limits, taken, monkeypatch):
+    """Deep products that no kernel here computes as fast; none that would be rounded to TF32."""
+    m, k, n = sizes
+    shapes = {"a": (*batch, m, k), "b": (k, n), "bias": (n,)}
+    arrays = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, shape in shapes.items()}
+    problem = MatmulProblem.of(arrays, None)
+    monkeypatch.setenv("CUPY_TF32", "0")
+    assert takes_library(problem, limits) is taken
+    monkeypatch.setenv("CUPY_TF32", "1")
+    assert takes_library(problem, limits) is (taken and dtype == "float64")
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -27,6 +27,7 @@ COVERING_DTYPES = (np.dtype(np.float64), BFLOAT16)
 COVERING = (
     "matmul_simt<double>",
     "matmul_mma<__nv_bfloat16, true>",
+    "matmul_wide<double, cuflash::WideProduct<double, 4, 32, 2, 2, 3, 2, 2, true>>",
     "layer_norm<double, true, true, 4, 64, 64, 6, 1, false>",
     "layer_norm<__nv_bfloat16, true, true, 8, 64, 64, 8, 0, false>",
     "layer_norm_vjp<__nv_bfloat16, true, true, 1, 512, 512, 2, 2>",
