@@ -546,6 +546,13 @@ MUTATIONS = [
         f"{CUDA_CHAINS}::test_matmul_of_several_tiles",
     ),
     Mutation(
+        "wide product kernel: sums of the first terms lost",
+        MATMUL_WIDE,
+        "total = first ? x : total + x;",
+        "total = x;",
+        f"{CUDA_CHAINS}::test_matmul_of_many_terms",
+    ),
+    Mutation(
         "wide product kernel: infinite results as their parts give them",
         MATMUL_WIDE,
         "left_out |= 1ull << n;",
