@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cuflash.device.compiler import KernelName
 
 collect_ignore_glob = [] if importlib.util.find_spec("cupy") else ["test_*.py"]
@@ -31,6 +33,22 @@ _CAPABLE = {
     "attention/backward_wgmma.cu": lambda capability: capability == 90,
     "attention/backward_wgmma_rows.cu": lambda capability: capability == 90,
 }
+
+
+#: Of CuPy's pool: more than a test of a few tiles leaves there.
+_KEPT_BYTES = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def large_memory_goes_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the processes that share the GPU have what a test of large arrays has done with."""
+    yield
+    if "gpu" in request.keywords:
+        import cupy
+
+        pool = cupy.get_default_memory_pool()
+        if pool.free_bytes() > _KEPT_BYTES:
+            pool.free_all_blocks()
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ def test_vmap_is_a_batch_axis(jax, inside):
 def test_jax_computes_the_same(jax, inside):
     q, k, v = (normal(jax, i, 2, n, h, 64) for i, (n, h) in enumerate([(50, 4), (70, 2), (70, 2)]))
     bias, mask = normal(jax, 3, 4, 50, 70), normal(jax, 4, 2, 1, 50, 70) > -1
-    lengths = jax.numpy.asarray([70, 33])
+    lengths = jax.numpy.asarray([70, 33], "int32")
     several = {"bias": bias, "mask": mask, "key_value_seq_lengths": lengths}
     for options in ({"is_causal": True}, {"local_window_size": (9, 3)}, several):
         ours = inside.dot_product_attention(q, k, v, **options)
