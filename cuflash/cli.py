@@ -33,6 +33,10 @@ _INTEGERS = ("query_lengths", "key_lengths", "query_offset")
 #: What IN.npz of `cuflash attend` may hold besides q, k and v.
 _ARRAY_OPTIONS = ("mask", "bias", *_INTEGERS, "alibi_slopes", "sinks")
 
+#: Options of `info` that only attention has.
+_OF_ATTENTION = (
+    *("causal", "enable_gqa", "scale", "window", "softcap", "options", "strides", "num_splits"),
+)
 _ATTEND_HELP = """\
 IN.npz holds the arrays q (..., Tq, D), k (..., Tk, D) and v (..., Tk, Dv), and if wanted mask,
 bias, query_lengths, key_lengths, query_offset, alibi_slopes and sinks, as flash_attention takes
@@ -95,6 +99,7 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _info(args: argparse.Namespace) -> None:
     if args.softmax:
+        _refuse_options_of_attention(args)
         _info_softmax(args)
         return
     if args.attention:
@@ -102,6 +107,7 @@ def _info(args: argparse.Namespace) -> None:
         return
     if args.device_like:
         raise ValueError("--device-like goes with --softmax and --attention")
+    _refuse_options_of_attention(args)
     if args.measure:
         _info_measured()
         return
@@ -121,6 +127,13 @@ def _info(args: argparse.Namespace) -> None:
     ]
     for name, value in lines:
         print(f"{name:13}{value}")
+
+
+def _refuse_options_of_attention(args: argparse.Namespace) -> None:
+    for name in _OF_ATTENTION:
+        given = getattr(args, name)
+        if given not in (None, ()) and given is not False:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --attention")
 
 
 def _info_measured() -> None:
@@ -187,8 +200,13 @@ def _info_attention(args: argparse.Namespace) -> None:
         method="auto",
     )  # fmt: skip
     layout = "strided" if args.strides else "contiguous"
+    attention_report = importlib.import_module("cuflash.device.attention_report")
+    try:
+        lines = list(attention_report.report(problem, limits))
+    except OverflowError as error:
+        raise ValueError(f"--attention, --strides: beyond 64 bits: {error}") from error
     print(f"attention of {layout} {dtype.name} q {q}, k {k}, v {v} on {name}, method auto")
-    for line in importlib.import_module("cuflash.device.attention_report").report(problem, limits):
+    for line in lines:
         print(line)
 
 
@@ -416,7 +434,9 @@ def _parser() -> argparse.ArgumentParser:
     of_attention.add_argument("--causal", action="store_true")
     of_attention.add_argument("--enable-gqa", action="store_true")
     of_attention.add_argument("--scale", type=float, help="default: 1 / sqrt(D)")
-    of_attention.add_argument("--window", type=_side, nargs=2, metavar=("LEFT", "RIGHT"))
+    of_attention.add_argument(
+        "--window", type=_side, nargs=2, metavar=("LEFT", "RIGHT"), help="or none"
+    )
     of_attention.add_argument("--softcap", type=float)
     of_attention.add_argument(
         "--options", nargs="+", default=(), choices=("mask", "bias", "alibi_slopes"),

@@ -379,6 +379,32 @@ def test_regimes_of_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
+    "option",
+    [
+        *("--causal", "--enable-gqa", "--scale 0", "--window 1 none", "--softcap 2"),
+        *("--num-splits 2", "--options mask", "--strides 1,1"),
+    ],
+)
+@pytest.mark.parametrize("subject", ["", "--softmax "])
+def test_info_refuses_options_of_attention_for_what_has_none(
+    subject: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = f"{option.split()[0]} goes with --attention"
+    assert_refused(["info", *f"{subject}{option}".split()], capsys, said)
+
+
+@pytest.mark.parametrize(
+    "asked", ["9" * 20 + ",64", "2,3,400,64 --strides " + "9" * 20 + ",1,1,1 1,1,1,1 1,1,1,1"]
+)
+def test_info_refuses_what_64_bits_cannot_address(
+    asked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cupy", reason="it knows the kernels")
+    ask = f"info --device-like h200 --dtype bfloat16 --attention {asked}"
+    assert_refused(ask.split(), capsys, "beyond 64 bits")
+
+
+@pytest.mark.parametrize(
     ("arguments", "taken", "said"),
     [
         (["2,16,4096,128"], "wgmma", "tile    128 queries x 128 keys: the largest tile"),
