@@ -90,20 +90,17 @@ def steps(sizes: Sizes) -> Iterator[Step]:
             *("softmax", f"{shape[0]} x {n}", n, "float32", moved, "TB/s"),
             partial(_softmax, shape=shape),
         )
-    for attention in sizes.attention:
-        heads = f"B {attention.batch}, H {attention.heads}, D {attention.d}"
-        yield Step(
-            *("attention", heads, attention.tokens, attention.dtype),
-            *(attention_flops(attention), "TFLOP/s"),
-            partial(_attention, shape=attention),
-        )
-    for gradient in sizes.gradients:
-        heads = f"B {gradient.batch}, H {gradient.heads}, D {gradient.d}"
-        yield Step(
-            *("attention, gradients", heads, gradient.tokens, gradient.dtype),
-            *(attention_flops(gradient, backward=True), "TFLOP/s"),
-            partial(_gradients, shape=gradient),
-        )
+    for subject, shapes, calls in (
+        ("attention", sizes.attention, _attention),
+        ("attention, gradients", sizes.gradients, _gradients),
+    ):
+        for attention in shapes:
+            heads = f"B {attention.batch}, H {attention.heads}, D {attention.d}"
+            work = attention_flops(attention, backward=calls is _gradients)
+            yield Step(
+                *(subject, heads, attention.tokens, attention.dtype, work, "TFLOP/s"),
+                partial(calls, shape=attention),
+            )
     for decode in sizes.decode:
         heads = f"B {decode.batch}, H {decode.heads} of {decode.key_heads}, D {decode.d}"
         yield Step(

@@ -242,7 +242,6 @@ def test_equal_terms(d, executor):
     k, v = np.full((40, d), 0.1, np.float32), floats(0, 40, 8)
     grads = gradients(q, k, v, dout, given={"dlse": np.zeros(4096, np.float32)})
     error = np.abs(grads.dv.astype(np.float64) * 40 / (4096 * 1.1) - 1).max()
-    print(d, error)
     assert error < 2e-6
 
 
