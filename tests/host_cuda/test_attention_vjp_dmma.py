@@ -9,7 +9,6 @@ import pytest
 from hypothesis import settings
 
 import cuflash
-from cuflash.device import attention_vjp_plans
 from cuflash.device.attention_vjp_plans_dmma import (
     DMMA_VJP,
     DMMA_VJP_TILES,
@@ -17,8 +16,6 @@ from cuflash.device.attention_vjp_plans_dmma import (
     dmma_vjp_obstacle,
 )
 from cuflash.device.attention_vjp_plans_pairs import PAIRS_SCORES
-from cuflash.problem_vjp import AttentionGrads
-from cuflash.testing.bounds import assert_gradients_close, expect_gradients
 from cuflash.testing.gradients import GRADIENT_PROPERTIES
 from cuflash.testing.problems import AttentionCase
 from cuflash.testing.strategies import attention_problems, varlen_problems
@@ -26,46 +23,14 @@ from cuflash.testing.varlen_gradients import VARLEN_GRADIENT_PROPERTIES
 from tests.devices import H200
 from tests.host_cuda import builder
 from tests.host_cuda.builder import Edit
-from tests.host_cuda.test_attention import ORDERS, normal, on_host_cuda, use
+from tests.host_cuda.pairs import A100_LIKE, Pairs, Sweeps
+from tests.host_cuda.test_attention import ORDERS, on_host_cuda, use
 from tests.host_cuda.test_attention_vjp import FAULTY_CASES, problem_of
 
 pytestmark = pytest.mark.skipif(not builder.available(), reason="no C++ compiler")
 
-#: A GPU that has these tensor cores, and not those of Hopper.
-A100_LIKE = replace(H200, compute_capability="80")
-TQ, TK = 70, 150
-_rng = partial(np.random.default_rng, 5)
-#: The options of a call, by the score pipeline that serves it.
-OPTIONS = {
-    "RangedScore": {"window": (60, 20), "key_lengths": 140, "query_lengths": 68},
-    "FullScore": {
-        "softcap": 2.0,
-        "bias": _rng().normal(size=(1, 1, TK)),
-        "alibi_slopes": np.float64([0.5, -0.1]),
-        "mask": _rng().random((TQ, TK)) < 0.7,
-        "window": (None, 20),
-    },
-}
-
-
-def doubles(seed, *shape):
-    return normal(seed, *shape, dtype=np.float64)
-
-
-def operands(d, dv, tq=TQ, tk=TK):
-    shapes = ((tq, d), (tk, d), (tk, dv), (tq, dv))
-    return [doubles(seed, 2, *shape) for seed, shape in enumerate(shapes)]
-
-
-def gradients(q, k, v, dout, *, given=None, **options):
-    """Run forward and backward by `mma`, and compare with the oracle."""
-    out, lse = cuflash.flash_attention(q, k, v, return_lse=True, method="simt", **options)
-    call = {"dlse": doubles(9, *lse.shape), "method": "mma", **(given or {})}
-    grads = cuflash.flash_attention_vjp(dout, q, k, v, out, lse, **call, **options)
-    if call.get("grads") is None:
-        expected = expect_gradients(dout, q, k, v, dlse=call["dlse"], **options)
-        assert_gradients_close(grads, expected)
-    return grads
+PAIRS = Pairs(np.dtype(np.float64), DMMA_VJP, "backward_dmma")
+gradients, operands, doubles = PAIRS.gradients, PAIRS.operands, PAIRS.normal
 
 
 @pytest.fixture
@@ -75,16 +40,7 @@ def executor(monkeypatch):
 
 @pytest.fixture
 def take(monkeypatch):
-    """Return a function that lets every plan take a row of the table, until the test ends."""
-    cache = attention_vjp_plans.plan_attention_vjp
-
-    def taken(choice):
-        family = replace(DMMA_VJP, table=replace(DMMA_VJP.table, choices=(choice,)))
-        monkeypatch.setitem(attention_vjp_plans.PAIRS, "float64", family)
-        cache.cache_clear()
-
-    yield taken
-    cache.cache_clear()
+    yield from PAIRS.taking(monkeypatch)
 
 
 # ------------------------------------------------------------------------------------------- tiles
@@ -98,7 +54,7 @@ def test_tile(choice, score, executor, take):
     # Rows that are copied by words, and by elements.
     fewer = {"RangedScore": 2, "FullScore": 3}[score]
     q, k, v, dout = operands(choice.features - fewer, choice.features)
-    options = OPTIONS[score]
+    options = PAIRS.options(score)
     if "key_lengths" in options:
         k[:, options["key_lengths"] :] = v[:, options["key_lengths"] :] = np.nan
         q[:, options["query_lengths"] :] = dout[:, options["query_lengths"] :] = np.nan
@@ -154,78 +110,8 @@ def test_tiles_that_no_kernel_has_are_refused(wrong):
 # ------------------------------------------------------------------------------------------ sweeps
 
 
-def launched(executor):
-    """Return the kernels that ran after the forward."""
-    names = [launch.kernel.expression.split("<")[0][9:] for launch in executor.launched]
-    return names[names.index("row_deltas") :]
-
-
-def test_dq_by_atomics_unless_deterministic(executor):
-    """dk and dv have the same bits either way; sums of dq are in the workspace."""
-    q, k, v, dout = operands(64, 64)
-    one = gradients(q, k, v, dout, causal=True)
-    sums = "query_sums"
-    assert launched(executor) == ["row_deltas", sums, "backward_dmma", sums]
-    executor.launched.clear()
-    two = gradients(q, k, v, dout, causal=True, given={"deterministic": True})
-    assert launched(executor) == ["row_deltas", "backward_dmma", "backward_dmma"]
-    np.testing.assert_array_equal(one.dk, two.dk)
-    np.testing.assert_array_equal(one.dv, two.dv)
-    need = cuflash.workspace_size(q, k, v, backward=True, method="mma")
-    assert need <= 8 * 2 * TQ * 65 + 32
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_each_gradient_alone_has_the_same_bits(deterministic, executor):
-    q, k, v, dout = operands(40, 24)
-    given = {"deterministic": deterministic}
-    everything = gradients(q, k[:1], v, dout, causal=True, given=given)
-    for name, x in zip(("dq", "dk", "dv"), (q, k[:1], v), strict=True):
-        buffer = np.full_like(x, np.nan)
-        asked = {**given, "grads": AttentionGrads(**{name: buffer})}
-        gradients(q, k[:1], v, dout, causal=True, given=asked)
-        np.testing.assert_array_equal(buffer, getattr(everything, name))
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_operands_that_broadcast(deterministic, executor):
-    """Heads of a group, one query for all, keys of all and values of each, all at once."""
-    given = {"deterministic": deterministic}
-    q, k, v = doubles(0, 3, 1, 33, 16), doubles(1, 1, 2, 40, 16), doubles(2, 3, 1, 40, 20)
-    dout = doubles(3, 3, 2, 33, 20)
-    gradients(q, k, v, dout, given=given, sinks=doubles(4, 2), bias=doubles(5, 33, 1))
-    gradients(q[:1, 0], k, v, dout, given=given)
-    assert "backward_bias" in launched(executor)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_launches_add_to_every_gradient(deterministic, executor):
-    q = doubles(0, *(2,) * 10, 1, 2)[::-1, :, ::-1, :, ::-1, :, ::-1, :, ::-1]
-    given = {"deterministic": deterministic}
-    gradients(q, doubles(1, 3, 2), doubles(2, 3, 2), np.ones_like(q), given=given)
-    assert launched(executor).count("backward_dmma") > 2
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_strides_change_no_bit(deterministic, executor):
-    """Rows that are no vectors, columns apart, and backwards; gradients too."""
-    arrays = operands(24, 24)
-    given = {"deterministic": deterministic}
-    plain = gradients(*arrays, given=given)
-
-    def views(x):
-        apart = np.zeros((*x.shape[:-1], 2 * x.shape[-1] + 1))[..., ::2][..., :-1]
-        backwards = np.zeros_like(x)[:, ::-1, ::-1]
-        return apart, np.zeros_like(x.swapaxes(-1, -2)).swapaxes(-1, -2), backwards
-
-    for kind in range(3):
-        copies = [views(x)[kind] for x in arrays]
-        for copy, x in zip(copies, arrays, strict=True):
-            copy[...] = x
-        buffers = AttentionGrads(*(views(x)[kind] for x in arrays[:3]))
-        gradients(*copies, given={**given, "grads": buffers})
-        for got, want in zip(buffers[:3], plain[:3], strict=True):
-            np.testing.assert_array_equal(got, want)
+class TestSweeps(Sweeps):
+    pairs = PAIRS
 
 
 # ---------------------------------------------------------------------------------------- accuracy
